@@ -43,6 +43,7 @@ bool IsHostAndPort(absl::string_view address) {
   if (colon == absl::string_view::npos || colon == 0) return false;
   const absl::string_view host = address.substr(0, colon);
   const bool bracketed = absl::StartsWith(host, "[") && absl::EndsWith(host, "]");
+  // In an IPv6 address without brackets nothing tells its last part from a port.
   if (!bracketed && absl::StrContains(host, ':')) return false;
   int port = 0;
   return absl::SimpleAtoi(address.substr(colon + 1), &port) && port > 0 && port <= 65535;

@@ -18,6 +18,7 @@
 namespace ballast::client {
 namespace {
 
+// How often gRPC looks at the files of TLS.
 constexpr unsigned int kReadEverySeconds = 1;
 
 void OrVariable(const char* name, std::string& value) {
@@ -31,6 +32,7 @@ class TokenSender final : public grpc::MetadataCredentialsPlugin {
   TokenSender(std::string file, std::string token)
       : file_(std::move(file)), token_(std::move(token)) {}
 
+  // Otherwise gRPC would call this on another thread; to read a small file takes a moment.
   bool IsBlocking() const override { return false; }
   grpc::Status GetMetadata(grpc::string_ref, grpc::string_ref, const grpc::AuthContext&,
                            std::multimap<grpc::string, grpc::string>* metadata) override {
@@ -50,6 +52,8 @@ class TokenSender final : public grpc::MetadataCredentialsPlugin {
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeTlsCredentials(
     const Credentials& credentials) {
+  // Read here only for the error, which names the file. gRPC's provider, which reads it again, only
+  // logs what is wrong, and then each connection fails.
   BALLAST_RETURN_IF_ERROR(ReadCertificateAuthority(credentials.tls_ca).status());
   if (!credentials.tls_cert.empty()) {
     BALLAST_RETURN_IF_ERROR(ReadKeyPair(credentials.tls_cert, credentials.tls_key).status());
@@ -92,12 +96,15 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeChannelCredentials
   if (credentials.token_file.empty()) {
     return channel != nullptr ? channel : grpc::InsecureChannelCredentials();
   }
+  // Over plain TCP anybody on the way could read the token, and use it.
   if (channel == nullptr && !is_unix) {
     return absl::InvalidArgumentError(
         absl::StrCat("a token is sent over TLS or a unix socket only, and ", target,
                      " is neither: give --tls-ca, or no --token-file"));
   }
   BALLAST_ASSIGN_OR_RETURN(std::string token, ReadTokenFile(credentials.token_file));
+  // gRPC sends a call's credentials only on a channel that it counts as secure. An insecure one is
+  // not; one with the credentials of a local unix socket is.
   if (channel == nullptr) channel = grpc::experimental::LocalCredentials(UDS);
   return grpc::CompositeChannelCredentials(
       channel, grpc::MetadataCredentialsFromPlugin(

@@ -15,6 +15,7 @@ namespace {
 
 constexpr absl::string_view kFormat = "loss_scaler.1";
 constexpr float kFactor = 2;
+// kMaxScale is 2 to this power.
 constexpr int kMaxScalePower = 64;
 
 absl::Status Check(const LossScalerOptions& options) {
@@ -57,6 +58,7 @@ absl::StatusOr<DynamicLossScaler> DynamicLossScaler::Deserialize(absl::string_vi
                                                                  const LossScalerOptions& options) {
   BALLAST_ASSIGN_OR_RETURN(DynamicLossScaler scaler, Create(options));
   const std::vector<absl::string_view> words = absl::StrSplit(state, ' ');
+  // A scale that is NaN or infinite fails the comparisons.
   const bool good = words.size() == 4 && words[0] == kFormat &&
                     absl::SimpleAtof(words[1], &scaler.scale_) &&
                     absl::SimpleAtoi(words[2], &scaler.hysteresis_left_) &&

@@ -20,6 +20,7 @@ namespace ballast::client {
 absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Channel> channel,
                                                        SessionOptions options) {
   KeepHeapWarm();  // Also for channels that Connect did not make, such as in-process ones.
+  // Attaching is among the short calls, and takes longer with a large job.
   std::unique_ptr<Transport> transport =
       MakeGrpcTransport(std::move(channel), options.join_timeout + TimeForMemory(options.job));
   return SessionImpl::Open(std::move(transport), Clock::Real(), std::move(options));

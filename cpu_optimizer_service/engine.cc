@@ -27,6 +27,8 @@ namespace {
 // disk that hangs holds up these threads only.
 constexpr size_t kDiskThreads = 16;
 
+// Looks at checkpoints at once. Each has one of kDiskThreads for as long as its disk takes, or
+// hangs. The others stay for loads, and for saves that hold back steps.
 constexpr int kMostLooks = 4;
 
 absl::Status OutOfMemory(const std::string& job) {
@@ -95,6 +97,9 @@ struct Engine::Impl {
   std::unique_ptr<ArenaFactory> own_arenas;
   std::atomic<bool> draining = false;
   TaskPool tasks;
+  // They end in the reverse of this order. A saving thread waits for parts that writing threads
+  // write, and would wait for ever if those ended first. What runs on all three may still start
+  // tasks.
   HelperThreads writing_threads{kDiskThreads, HelperThreads::Priority::kLowest};
   HelperThreads saving_threads{kDiskThreads};
   HelperThreads disk_threads{kDiskThreads};
@@ -129,6 +134,8 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
   MutexLock lock(mutex);
   const auto found = jobs.find(name);
   if (found == jobs.end()) {
+    // Jobs that are being created count, too: otherwise calls at the same time would exceed the
+    // bound.
     if (jobs.size() >= kMaxJobs) {
       return absl::ResourceExhaustedError(
           absl::StrCat("the service has ", jobs.size(), " jobs, as many as it takes; close one"));
@@ -146,6 +153,8 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
                      " is being created with another description; close it when it "
                      "exists, or choose another name"));
   }
+  // A caller whose first call ran out of time asks again, for example. It gets the first call's
+  // answer, and nothing is allocated twice.
   found->second.waiting.push_back(std::move(done));
   return Entered::kWaits;
 }
@@ -165,9 +174,13 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
     }
   }();
   if (!job.ok()) return std::move(done)(job.status());
+  // The name is taken before memory is allocated, so that of two calls for one name only one
+  // allocates.
   const absl::StatusOr<Impl::Entered> entered = impl_->Enter(*job, done);
   if (!entered.ok()) return std::move(done)(entered.status());
   if (*entered == Impl::Entered::kWaits) return;
+  // Without the lock: to touch all pages of a large job takes long, and other jobs are found
+  // meanwhile.
   const absl::Status status = [&] {
     try {
       return (*job)->Allocate();
@@ -177,6 +190,8 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   }();
   std::vector<Done<std::shared_ptr<Job>>> waiting;
   {
+    // The list is taken in the section that makes the job ready or removes it: a later call must
+    // not put itself on a list that nobody reads any more.
     MutexLock lock(impl_->mutex);
     const auto entry = impl_->jobs.find(name);
     waiting.swap(entry->second.waiting);
@@ -184,6 +199,7 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
     if (!status.ok()) impl_->jobs.erase(entry);
   }
   waiting.push_back(std::move(done));
+  // Without the lock, since a Done may call the engine.
   for (auto& tell : waiting) {
     std::move(tell)(status.ok() ? absl::StatusOr<std::shared_ptr<Job>>(*job) : status);
   }
@@ -200,6 +216,8 @@ Engine::TakenOver Engine::TakeOverJobs() {
   if (memory == nullptr) return taken;
   std::set<std::string> uids;
   for (const std::string& name : memory->Left()) {
+    // Other names are of other things that outlive the process: sockets that are listened on, for
+    // example.
     const size_t slash = name.find('/');
     if (slash == kJobUidCharacters) uids.insert(name.substr(0, slash));
   }
@@ -207,10 +225,13 @@ Engine::TakenOver Engine::TakeOverJobs() {
     std::string story;
     absl::StatusOr<std::shared_ptr<JobImpl>> job = absl::UnknownError("");
     {
+      // An attempt that fails destroys its mappings, which would drop the memory. Where only room
+      // is missing the memory must stay, for another process.
       const NamedMemory::PutsBack puts_back(*memory, absl::StrCat(uid, "/"));
       job = OrOutOfMemory([&] { return JobImpl::TakeOver(uid, impl_->environment, story); });
     }
     if (absl::IsResourceExhausted(job.status())) {
+      // The end of the loop, which forgets what is left of the job, is passed over.
       taken.left.emplace_back(job.status().message());
       continue;
     }
@@ -271,6 +292,8 @@ Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
     if (closed.ok()) {
       MutexLock lock(impl_->mutex);
       const auto found = impl_->jobs.find(name);
+      // Two calls may close one job. When the second one's turn comes, the name may be another
+      // job's.
       if (found != impl_->jobs.end() && found->second.job == job) impl_->jobs.erase(found);
     }
     job.reset();  // Its memory is free when the caller is told, unless a reader has it.
@@ -288,12 +311,14 @@ bool Engine::Drain(double seconds) {
                         std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                             std::chrono::duration<double>(seconds));
   for (;;) {
+    // This has to ask again and again, because no job tells the engine of its commits.
     bool between_steps = true;
     bool waits = false;
     for (const std::shared_ptr<Job>& job : ListJobs()) {
       const auto& draining = static_cast<const JobImpl&>(*job);
       if (draining.IsBetweenSteps()) continue;
       between_steps = false;
+      // A step that no rank is there to finish would use up the time for nothing.
       if (!draining.IsAbandoned()) waits = true;
     }
     if (!waits || std::chrono::steady_clock::now() >= deadline) return between_steps;
@@ -314,6 +339,7 @@ absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const LookReques
   std::vector<FoundCheckpoint> all;
   BALLAST_ASSIGN_OR_RETURN(std::vector<std::string> names,
                            files.List(environment.checkpoints->path()));
+  // from_folder relies on this order: the next call goes on where this one stops.
   std::sort(names.begin(), names.end());
   for (const std::string& name : names) {
     if (!IsJobName(name) || name < request.from_folder) continue;
@@ -334,6 +360,7 @@ class Look {
   explicit Look(Done<std::vector<FoundCheckpoint>> done) : done_(std::move(done)) {}
   bool answered() const { return answered_; }
   void Answer(absl::StatusOr<std::vector<FoundCheckpoint>> found) {
+    // The disk thread and a Cancel may both come to this; the Done is called by the first.
     if (!answered_.exchange(true)) std::move(done_)(std::move(found));
   }
 
@@ -353,6 +380,7 @@ void Verify(FileSystem& files, FoundCheckpoint& found) {
 
 Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done) {
   // The threads are for saves first of all.
+  // Counted first and compared then, so that two calls cannot both take the last place.
   if (impl_->looks.fetch_add(1) >= kMostLooks) {
     --impl_->looks;
     std::move(done)(absl::ResourceExhaustedError(absl::StrCat(
@@ -374,6 +402,7 @@ Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCh
     for (size_t i = 0; found.ok() && request.verified && i < found->size(); ++i) {
       if (!look->answered()) Verify(*impl_->environment.file_system, (*found)[i]);
     }
+    // Here, and not where the call is cancelled: until now it has had a thread.
     --impl_->looks;
     look->Answer(std::move(found));
   });

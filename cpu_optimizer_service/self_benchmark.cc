@@ -49,14 +49,17 @@ class Arrays {
     Arrays arrays;
     arrays.chunks_ = chunks;
     const int64_t elements = chunks * kMaxChunkElements;
+    // The sizes are of one element each, in the order by which Traffic and Run find the arenas.
     for (const int64_t bytes : {2, 4, 4, 4, 2}) {
       BALLAST_ASSIGN_OR_RETURN(
           arrays.arenas_.emplace_back(),
+          // All pages are there before anything is measured, near the threads that will use them.
           arenas.Create(elements * bytes, "the self-benchmark", ArenaFactory::Touch::kNow));
     }
     // The moments stay zero, and become what the gradient makes them.
     pool.ForEach(chunks, [&](int64_t chunk) {
       const AdamTraffic traffic = arrays.Traffic(chunk);
+      // Ordinary values keep the kernel on the way that it takes in training (kernels/adam-inl.h).
       std::fill_n(const_cast<uint16_t*>(traffic.gradient), kMaxChunkElements,
                   FloatToBFloat16(0.01f));
       std::fill_n(traffic.planes[0], kMaxChunkElements, 0.5f);
@@ -66,6 +69,7 @@ class Arrays {
 
   int64_t chunks() const { return chunks_; }
   std::optional<double> huge_page_share() const {
+    // The master plane stands for all, which are made in the same way.
     return HugePageShare(arenas_[1]->data(), arenas_[1]->size_bytes());
   }
 
@@ -112,7 +116,10 @@ struct Times {
 };
 
 void MeasureRound(const Arrays& arrays, int prefetch_ahead, ForChunks for_chunks, Times& times) {
+  // Any update count will do: the work is the same.
   const AdamScalars scalars = MakeAdamScalars(HyperParameters(), 10, 1.0f);
+  // The two are measured one after the other in every round. What slows the host for a while slows
+  // both, and hardly shows in their ratio.
   times.roofline.push_back(Seconds([&] {
     for_chunks([&](int64_t chunk) { MoveAdamTraffic(arrays.Traffic(chunk), prefetch_ahead); });
   }));
@@ -136,6 +143,7 @@ int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
         best = ahead;
       }
     }
+    // The search gets an eighth of the time.
     if (spent_seconds * 8 > seconds) break;
   }
   return best;
@@ -144,6 +152,7 @@ int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
 KernelSpeed SpeedOf(int threads, int64_t elements, const Times& times) {
   std::vector<double> fractions;
   for (size_t round = 0; round < times.kernel.size(); ++round) {
+    // Both moved the same elements, so the ratio of the times is that of the speeds.
     fractions.push_back(times.roofline[round] / times.kernel[round]);
   }
   const auto count = static_cast<double>(elements);
@@ -170,6 +179,7 @@ std::string Row(const KernelSpeed& speed) {
 SelfBenchmarkOptions BriefSelfBenchmark(int threads, int64_t memory_limit_bytes) {
   return {.threads = threads,
           .memory_bytes = std::min(int64_t{256} << 20, memory_limit_bytes / 8),
+          // Less than the third of a second that the header promises: the last round may end later.
           .seconds = 0.28};
 }
 
@@ -186,6 +196,7 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   BALLAST_ASSIGN_OR_RETURN(const Arrays arrays, Arrays::Create(chunks, *arenas, pool));
 
   const auto with_all = [&](absl::FunctionRef<void(int64_t)> body) { pool.ForEach(chunks, body); };
+  // The calling thread does all of it, in the same memory as the pool's threads.
   const auto with_one = [&](absl::FunctionRef<void(int64_t)> body) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk);
   };
@@ -194,6 +205,7 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   const int ahead = BestPrefetch(arrays, with_all, options.seconds);
   double round_seconds = 0;
   int rounds = 0;
+  // Another round begins only if one that takes as long as the last would end in time.
   while (rounds == 0 ||
          (rounds < kMaxRounds && SecondsSince(begin) + round_seconds < options.seconds)) {
     round_seconds = Seconds([&] {
@@ -211,6 +223,7 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   result.one_thread = SpeedOf(1, result.elements, one);
   // Arrays that fit in the last cache say nothing about memory.
   const int64_t cache_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  // sysconf says 0 where it does not know. Then all arrays count as large.
   const bool beyond_cache = chunks * kMaxChunkElements * kBytesPerElement >= 2 * cache_bytes;
   result.facts = {
       .threads = pool.threads(),

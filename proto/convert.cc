@@ -78,6 +78,8 @@ absl::StatusOr<OnAbort> FromProto(v1::OnAbort on_abort) {
 
 absl::StatusOr<GroupSpec> GroupFromProto(const v1::ParamGroup& group, const std::string& job) {
   GroupSpec spec;
+  // The full name of another job's group keeps its slashes, and is refused for them later
+  // (job_spec.cc).
   spec.name = WithoutPrefix(group.name(), GroupName(job, ""));
   const std::string what = absl::StrCat("group '", spec.name, "'");
   absl::StatusOr<HyperParameters> values = FullFromProto(group.hyper_parameters());
@@ -144,6 +146,7 @@ absl::StatusOr<ResourceName> ParseChild(absl::string_view name, absl::string_vie
     return ResourceName{.job = std::string(rest), .child = ""};
   }
   if (job_end == 0 || job_end == absl::string_view::npos) return malformed();
+  // `child` begins with its slash, as `collection` does.
   const absl::string_view child = rest.substr(job_end);
   if (!absl::StartsWith(child, collection) || child.size() == collection.size()) return malformed();
   return ResourceName{.job = std::string(rest.substr(0, job_end)),
@@ -311,6 +314,7 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
     BALLAST_ASSIGN_OR_RETURN(GroupSpec from, GroupFromProto(group, spec.name));
     spec.groups.push_back(std::move(from));
   }
+  // Made once, since a job may have a million parameters.
   const std::string prefix = ParameterName(spec.name, "");
   for (const v1::Parameter& parameter : job.parameters()) {
     spec.layout.parameters.push_back(ParameterFromProto(parameter, prefix));

@@ -13,6 +13,7 @@ using ::google::protobuf::internal::WireFormat;
 using ::google::protobuf::internal::WireFormatLite;
 using ::google::protobuf::io::CodedInputStream;
 
+// Walks through the wire format as the generated parser does, and makes nothing of it.
 class Counter {
  public:
   Counter(CodedInputStream& in, int64_t most) : in_(in), most_(most) {}
@@ -28,6 +29,7 @@ class Counter {
       if (TakesMemory(field) && ++count_ > most_) return false;
       if (!CountIn(field, number, wire, tag)) return false;
     }
+    // Tag 0 is the end of the bytes, or what is no tag: ConsumedEntireMessage tells them apart.
     return group == 0 && in_.ConsumedEntireMessage();
   }
 
@@ -40,18 +42,22 @@ class Counter {
     const FieldDescriptor* const field =
         type == nullptr ? nullptr : type->FindFieldByNumber(number);
     if (field == nullptr) return nullptr;
+    // Numbers that repeat may come packed or one by one. With any other wire type than its own the
+    // parser keeps a field as an unknown one.
     const bool packed = field->is_packable() && wire == WireFormatLite::WIRETYPE_LENGTH_DELIMITED;
     return packed || wire == WireFormat::WireTypeForFieldType(field->type()) ? field : nullptr;
   }
 
   static bool TakesMemory(const FieldDescriptor* field) {
     if (field == nullptr || field->message_type() != nullptr) return true;
+    // Numbers take a few bytes each, and a single string takes the place of the one before it.
     return field->is_repeated() && field->cpp_type() == FieldDescriptor::CPPTYPE_STRING;
   }
 
   bool CountIn(const FieldDescriptor* field, int number, WireFormatLite::WireType wire,
                uint32_t tag) {
     if (wire == WireFormatLite::WIRETYPE_START_GROUP) {
+      // The depth is bounded by the stream, at 100 levels, as for the generated parser.
       if (!in_.IncrementRecursionDepth() || !Count(nullptr, number)) return false;
       in_.DecrementRecursionDepth();
       return true;
@@ -79,6 +85,7 @@ int64_t CountFields(const Descriptor& type, google::protobuf::io::ZeroCopyInputS
                     int64_t most) {
   CodedInputStream in(&bytes);
   Counter counter(in, most);
+  // Whether these bytes are a message at all is for the parser to say, which comes next.
   counter.Count(&type, 0);
   return counter.count();
 }

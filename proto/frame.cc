@@ -39,6 +39,7 @@ constexpr size_t kMaxGroupDepth = 32;
 
 constexpr int kHeaderField = v1::GradientChunk::kHeaderFieldNumber;
 constexpr int kPayloadField = v1::GradientChunk::kPayloadFieldNumber;
+// MergeChunk reads both kinds of chunks by the same numbers.
 static_assert(kHeaderField == v1::WeightChunk::kHeaderFieldNumber);
 static_assert(kPayloadField == v1::WeightChunk::kPayloadFieldNumber);
 
@@ -66,6 +67,7 @@ class Cursor {
   // fewer.
   std::optional<Cursor> Take(uint64_t bytes) {
     if (bytes > remaining_) return std::nullopt;
+    // The copy begins where this one stood, and ends after `bytes`.
     Cursor range = *this;
     range.remaining_ = bytes;
     Walk(bytes, [](const grpc::Slice&, size_t, size_t) {});
@@ -86,6 +88,7 @@ class Cursor {
 
  private:
   void SkipToBytes() {
+    // Slices may be empty. There is a byte ahead: callers have looked at remaining_.
     while (offset_ == slices_[slice_].size()) {
       ++slice_;
       offset_ = 0;
@@ -137,6 +140,7 @@ struct Tag {
 
 absl::StatusOr<Tag> ReadTag(Cursor& cursor) {
   BALLAST_ASSIGN_OR_RETURN(const uint64_t value, ReadVarint(cursor, kMaxTagBytes));
+  // A tag is a number of 32 bits. Field number 0 is not allowed.
   const uint32_t tag = static_cast<uint32_t>(value);
   if (tag != value || tag >> 3 == 0) return Malformed("field number out of range", cursor);
   return Tag{tag >> 3, static_cast<uint8_t>(tag & 7)};
@@ -162,6 +166,8 @@ absl::Status SkipScalar(Cursor& cursor, uint8_t wire_type) {
     case kFixed32:
       return TakeBytes(cursor, 4).status();
     case kLengthDelimited: {
+      // A length has at most five bytes, as in the generated parser. TakeBytes compares it with
+      // what is there.
       BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(cursor, kMaxTagBytes));
       return TakeBytes(cursor, bytes).status();
     }
@@ -173,6 +179,7 @@ absl::Status SkipScalar(Cursor& cursor, uint8_t wire_type) {
 // Moves past the value of a field whose tag has been read.
 absl::Status SkipValue(Cursor& cursor, Tag tag) {
   if (tag.wire_type != kStartGroup) return SkipScalar(cursor, tag.wire_type);
+  // A list, and not a recursion: the peer decides how deep groups are nested.
   std::vector<uint32_t> open = {tag.field};
   while (!open.empty()) {
     BALLAST_ASSIGN_OR_RETURN(const Tag inner, ReadTag(cursor));
@@ -207,8 +214,10 @@ absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload, size_t& he
       content.AppendTo(payload);
       continue;
     }
+    // All headers of the message count together: many small ones cost as much as a large one.
     header_bytes += bytes;
     if (header_bytes > kMaxHeaderBytes) return Malformed("header too large", content);
+    // Unlike the payload, a header is copied: it is small, and may lie across slices.
     std::string header;
     content.AppendTo(header);
     if (!chunk.mutable_header()->MergeFromString(header)) {
@@ -259,6 +268,7 @@ class FrameParser {
       BALLAST_ASSIGN_OR_RETURN(const Tag tag, ReadTag(cursor));
       BALLAST_RETURN_IF_ERROR(CheckBound(++fields_, kMostFields, "fields", start));
       if (tag.field == Bulk<Message>::kField && tag.wire_type == kLengthDelimited) {
+        // What came before this field is merged first, since it may be another member of the oneof.
         BALLAST_RETURN_IF_ERROR(MergeOthers(start));
         BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(cursor, kMaxTagBytes));
         BALLAST_ASSIGN_OR_RETURN(const Cursor content, TakeBytes(cursor, bytes));
@@ -267,6 +277,7 @@ class FrameParser {
       } else {
         BALLAST_RETURN_IF_ERROR(SkipValue(cursor, tag));
         const size_t bytes = cursor.position() - start.position();
+        // The tag belongs to what the generated parser reads later.
         other_bytes_ += bytes;
         BALLAST_RETURN_IF_ERROR(
             CheckBound(other_bytes_, kMaxOtherBytes, "bytes without its payload", start));
@@ -280,6 +291,8 @@ class FrameParser {
  private:
   absl::Status MergeOthers(const Cursor& end) {
     if (others_.empty()) return absl::OkStatus();
+    // Parsing is what takes the memory, so fields are counted before it. Those at the top are
+    // counted here and in Parse; the bound has room for that.
     if (Bulk<Message>::kIsToService) {
       google::protobuf::io::ArrayInputStream bytes(others_.data(),
                                                    static_cast<int>(others_.size()));
@@ -288,6 +301,8 @@ class FrameParser {
     }
     if (!frame_.message.MergeFromString(others_)) return Malformed("malformed fields before", end);
     others_.clear();
+    // Another member of the oneof has come after the bulk one, and takes its place with its
+    // payload.
     if (static_cast<int>(frame_.message.kind_case()) != Bulk<Message>::kField) {
       frame_.payload = Payload();
     }
@@ -296,6 +311,7 @@ class FrameParser {
 
   static absl::Status CheckBound(size_t there, size_t most, absl::string_view what,
                                  const Cursor& at) {
+    // A client trusts the service that it has chosen; a service cannot trust its clients.
     if (!Bulk<Message>::kIsToService || there <= most) return absl::OkStatus();
     return Malformed(absl::StrCat("more than ", most, " ", what), at);
   }
@@ -356,6 +372,7 @@ grpc::ByteBuffer SerializeBulk(int field, const google::protobuf::MessageLite& h
   std::string front;
   AppendLengthDelimitedTag(field, chunk.size() + payload.size(), front);
   front += chunk;
+  // There is no slice then by whose end gRPC could call `released`.
   if (payload.empty()) {
     released();
     const grpc::Slice slice(front);
@@ -418,6 +435,8 @@ absl::Status ParseRequestInto(const grpc::ByteBuffer& bytes, size_t most_bytes,
                           "; send one as in ballast.proto")),
                       reason::kMalformedMessage);
   };
+  // Bytes are compared first, which costs nothing; then fields are counted in the slices; only what
+  // passes both is copied and parsed.
   if (bytes.Length() > most_bytes) {
     return refuse("too large for a ",
                   absl::StrCat(": it has ", bytes.Length(), " bytes, of ", most_bytes, " at most"));
@@ -429,12 +448,14 @@ absl::Status ParseRequestInto(const grpc::ByteBuffer& bytes, size_t most_bytes,
     return refuse("too large for a ", absl::StrCat(": it has more than ", kMostFields, " fields"));
   }
   if (!ParseInto(bytes, message).ok()) return refuse("not a ", "");
+  // Unknown fields would take memory for as long as the request lives.
   message.DiscardUnknownFields();
   return absl::OkStatus();
 }
 
 grpc::ByteBuffer SerializeControl(const google::protobuf::Message& message) {
   grpc::Slice slice(message.ByteSizeLong());
+  // The slice is new and nobody else's, so its bytes may be written.
   message.SerializeWithCachedSizesToArray(const_cast<uint8_t*>(slice.begin()));
   return grpc::ByteBuffer(&slice, 1);
 }

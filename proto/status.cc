@@ -31,6 +31,7 @@ struct Cause {
 constexpr absl::string_view kClosed =
     "what listens there closed the connection: no ballastd, or one that wants TLS, or another "
     "certificate (--tls-ca, --tls-cert)";
+// The first one whose words are in the message counts. The last two say least, so they come last.
 constexpr Cause kCauses[] = {
     {"Connection refused", "nothing listens there"},
     {"No such file or directory", "there is no such socket"},
@@ -89,6 +90,7 @@ std::string AddressIn(absl::string_view message) {
   const size_t end = message.find(kEnd);
   if (end == absl::string_view::npos) return "";
   absl::string_view address = message.substr(0, end);
+  // gRPC writes addresses as URIs, with the brackets of IPv6 escaped.
   if (!absl::ConsumePrefix(&address, "ipv4:")) absl::ConsumePrefix(&address, "ipv6:");
   return absl::StrReplaceAll(address, {{"%5B", "["}, {"%5D", "]"}});
 }
@@ -108,6 +110,8 @@ std::string ExplainOwn(const grpc::Status& status) {
   }
   // A call on a connection that there was.
   if (!absl::StartsWith(message, kNotConnected) && !absl::StartsWith(message, kNoName)) {
+    // A status of HTTP comes from a web server or proxy, so the address is wrong. Anything else
+    // broke.
     return absl::StartsWith(message, "Received http2 header")
                ? absl::StrCat(cause, "; correct the address")
                : std::string("the connection to the service broke");
@@ -159,9 +163,11 @@ absl::Status FromGrpc(const grpc::Status& status) {
   // The codes of the two are the same numbers.
   absl::Status converted(static_cast<absl::StatusCode>(status.error_code()), ExplainOwn(status));
   google::rpc::Status details;
+  // Details that are no google.rpc.Status are not from a service of ours.
   if (converted.ok() || !details.ParseFromString(status.error_details())) return converted;
   for (const google::protobuf::Any& detail : details.details()) {
     google::rpc::ErrorInfo info;
+    // ToGrpc gives the code's name where there is no reason, so that name is none.
     const bool has_reason = detail.Is<google::rpc::ErrorInfo>() && detail.UnpackTo(&info) &&
                             info.domain() == kDomain &&
                             info.reason() != absl::StatusCodeToString(converted.code());

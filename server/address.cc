@@ -19,6 +19,7 @@ constexpr char kUnixScheme[] = "unix:";
 
 absl::StatusOr<Address> ParseUnixAddress(const std::string& text) {
   const std::string path = text.substr(std::strlen(kUnixScheme));
+  // sun_path has 108 bytes, of which the last is for the zero behind the path (unix(7)).
   if (path.empty() || path[0] != '/' || path.size() >= sizeof(sockaddr_un::sun_path)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "cannot listen on '", text, "': expected unix: and an absolute path of at most ",
@@ -31,6 +32,7 @@ absl::StatusOr<Address> ParseUnixAddress(const std::string& text) {
 
 absl::StatusOr<Address> ParseAddress(const std::string& text) {
   if (absl::StartsWith(text, kUnixScheme)) return ParseUnixAddress(text);
+  // The last one: an IPv6 address has others before it.
   const size_t colon = text.rfind(':');
   int port = -1;
   if (colon == std::string::npos || colon == 0 ||
@@ -42,6 +44,7 @@ absl::StatusOr<Address> ParseAddress(const std::string& text) {
   std::string host = text.substr(0, colon);
   const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
   if (bracketed) host = host.substr(1, host.size() - 2);
+  // Without brackets nothing says whether the last group is the port or a part of the address.
   if (!bracketed && absl::StrContains(host, ':')) {
     return absl::InvalidArgumentError(
         absl::StrCat("cannot listen on '", text, "': write an IPv6 address as [ADDRESS]:PORT"));
@@ -51,6 +54,8 @@ absl::StatusOr<Address> ParseAddress(const std::string& text) {
 
 bool IsLocal(const Address& address) {
   if (!address.unix_path.empty() || address.host == "localhost") return true;
+  // Any other name counts as one that other hosts can reach: where it leads is only known once it
+  // is listened on (Listener::Add).
   in_addr v4;
   if (inet_pton(AF_INET, address.host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
   in6_addr v6;
@@ -60,13 +65,15 @@ bool IsLocal(const Address& address) {
 absl::Status CheckUnixSocketIsFree(const Address& address) {
   sockaddr_un name = {};
   name.sun_family = AF_UNIX;
+  // ParseAddress has checked that it fits, with a zero behind it.
   std::memcpy(name.sun_path, address.unix_path.data(), address.unix_path.size());
   const int socket_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (socket_fd < 0) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address.text, ": ", std::strerror(errno)));
   }
-  // A socket that no process listens on is left over from one that has ended; gRPC replaces it.
+  // A socket that no process listens on is left over from one that has ended; Listener::Add
+  // replaces it.
   const bool answered =
       connect(socket_fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0;
   close(socket_fd);

@@ -29,6 +29,8 @@ void WatchedCall::PeerActed() {
 
 void WatchedCall::IsOver() {
   MutexLock lock(mutex_);
+  // The first time counts: the end of a stream may be reported more than once, and must not give a
+  // slow peer more time.
   if (!over_since_.has_value()) over_since_ = Clock::now();
 }
 
@@ -43,6 +45,7 @@ void WatchedCall::Ended() {
   MutexLock lock(mutex_);
   // Cancelling may end the call within itself.
   const std::thread::id here = std::this_thread::get_id();
+  // The look uses, without the lock, what the caller destroys after this.
   while (looking_ != std::thread::id() && looking_ != here) looked_.Wait(mutex_);
   std::swap(cancel, cancel_);
   std::swap(over, over_if_);
@@ -62,8 +65,11 @@ void WatchedCall::Look(Clock::time_point now) {
   if (over != nullptr) (void)RunsInMemory([&] { is_over = over(); });
   {
     MutexLock lock(mutex_);
+    // Back for the next look, unless IsOverIf has given another one meanwhile.
     if (over_if_ == nullptr) std::swap(over, over_if_);
     if (is_over && !over_since_.has_value()) over_since_ = now;
+    // For a call that is over only the short time counts, from its end on, however long its
+    // patience.
     const bool too_late =
         over_since_.has_value()
             ? Seconds(now - *over_since_) > kLastWriteSeconds
@@ -86,6 +92,7 @@ std::shared_ptr<WatchedCall> CallWatch::Watch(std::function<void()> cancel,
                                               double patience_seconds) {
   auto call = std::make_shared<WatchedCall>(std::move(cancel), patience_seconds);
   MutexLock lock(mutex_);
+  // A weak reference: the call ends by itself, and the next look drops it from the list.
   calls_.push_back(call);
   return call;
 }
@@ -104,6 +111,8 @@ void CallWatch::Look() {
   for (const auto& call : calls) {
     (void)RunsInMemory([&] { call->Look(WatchedCall::Clock::now()); });
   }
+  // These may be the last references to calls that have ended meanwhile. They go before the heap is
+  // trimmed, which is what a service does every second (call_pool.h).
   calls.clear();
   every_second_();
 }

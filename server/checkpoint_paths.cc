@@ -27,6 +27,8 @@ bool OnlyThisUserConnects(const std::string& socket) {
 
 bool CheckpointPaths::MayNamePaths(const std::string& peer) const {
   if (allow_paths_) return true;
+  // gRPC's name of a peer does not say which unix socket it came through, so all of them must be
+  // closed to other users. They are looked at for each call, because a mode may change.
   return absl::StartsWith(peer, "unix:") && !unix_sockets_.empty() &&
          std::all_of(unix_sockets_.begin(), unix_sockets_.end(), OnlyThisUserConnects);
 }
@@ -40,8 +42,11 @@ absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& director
                      "' is a name under the service's --checkpoint-dir, and it has none; start "
                      "ballastd with one, or give an absolute path on its host"));
   }
+  // A zero byte would end the path for the system, behind all that was checked here.
   if (!absl::StartsWith(directory, "/") || directory.size() > kMostPathBytes ||
       directory.find('\0') != std::string::npos) {
+    // What the caller sent stands in the answer and may stand in the log: a part of it, made
+    // printable.
     return absl::InvalidArgumentError(absl::StrCat(
         "directory is '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
         "'; give a name under the service's --checkpoint-dir (1 to 128 letters, digits, '.', '_' "

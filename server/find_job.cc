@@ -24,6 +24,8 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller&
         absl::StrCat("no uid of ", name,
                      "; give the one that attaching returned, so that no other job is meant"));
   }
+  // A job that was closed and created again has the same name, and none of the state that the
+  // caller knows of.
   if (job->uid() != uid) {
     return WithReason(
         absl::NotFoundError(absl::StrCat(name, " has uid ", job->uid(), ", not '", uid,
@@ -38,6 +40,8 @@ std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const J
           uid = job.uid()] {
     if (revoked()) return true;
     const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(name);
+    // Not found, or UNAVAILABLE because another job of this name is being created: either way this
+    // one is closed.
     return !found.ok() || (*found)->uid() != uid;
   };
 }

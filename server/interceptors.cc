@@ -45,10 +45,13 @@ class OfCall final : public grpc::experimental::Interceptor {
       has_no_request_ = request == nullptr || !request->Valid();
       if (has_no_request_) (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
     }
+    // The refused call of an unknown caller costs more than one that is given up, so it counts as
+    // one (README, "What a hostile peer can still cost").
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS) &&
         methods->GetSendStatus().error_code() == grpc::StatusCode::UNAUTHENTICATED) {
       (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
     }
+    // Whatever has become of a call without its request, this says what is wrong with it.
     if (has_no_request_ &&
         methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
       End(*methods, [this] {
@@ -62,6 +65,7 @@ class OfCall final : public grpc::experimental::Interceptor {
       // So gRPC ends a call of which an exception has left the method.
       End(*methods, [] { return OutOfMemoryError(); });
     }
+    // A call without a request has been counted above.
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_CLOSE) &&
         !has_no_request_ && context_.IsCancelled()) {
       (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
@@ -109,6 +113,7 @@ class Factory final : public grpc::experimental::ServerInterceptorFactoryInterfa
 class Unknown final : public grpc::ServerGenericBidiReactor {
  public:
   explicit Unknown(const std::string& method) {
+    // The name is whatever the client has sent, and as long as it likes; the answer repeats a part.
     Finish(EndOf(Guarded([&] {
       return absl::UnimplementedError(
           absl::StrCat("this service, of release ", BallastVersion(), ", has no method ",
@@ -137,6 +142,7 @@ std::unique_ptr<grpc::CallbackGenericService> InterceptCalls(grpc::ServerBuilder
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> factories;
   factories.push_back(std::make_unique<Factory>(resets));
   builder.experimental().SetInterceptorCreators(std::move(factories));
+  // gRPC's own answer to a method that there is not is UNIMPLEMENTED without a message.
   auto others = std::make_unique<OtherMethods>();
   builder.RegisterCallbackGenericService(others.get());
   return others;

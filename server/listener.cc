@@ -36,6 +36,8 @@
 namespace ballast::server {
 namespace {
 
+// As many as Linux lets a process have where fs.nr_open is as it comes, and what counts where there
+// is no limit.
 constexpr int64_t kMostDescriptors = int64_t{1} << 20;
 // Of these the last are for files, shared memory and the like, and not for connections.
 constexpr int64_t kKeptDescriptors = 32;
@@ -151,6 +153,7 @@ bool Watch(const FileDescriptor& events, int descriptor, uint32_t what, uint64_t
 
 int MillisecondsUntil(std::optional<Newcomers::Clock::time_point> time) {
   if (!time.has_value()) return -1;
+  // Rounded up: a wait that ended before the time would be begun again and again.
   const auto left =
       std::chrono::ceil<std::chrono::milliseconds>(*time - Newcomers::Clock::now()).count();
   return static_cast<int>(
@@ -168,12 +171,15 @@ std::string PeerAt(const sockaddr_storage& name) {
   }
   if (name.ss_family != AF_INET6) return "";
   const auto& of = reinterpret_cast<const sockaddr_in6&>(name);
+  // ::ffff:a.b.c.d (RFC 4291, 2.5.5.2) is how a socket of both families shows a client of IPv4.
+  // gRPC names that one by its IPv4 address.
   if (IN6_IS_ADDR_V4MAPPED(&of.sin6_addr)) {
     constexpr size_t kMappedAt = 12;
     inet_ntop(AF_INET, &of.sin6_addr.s6_addr[kMappedAt], host, sizeof(host));
     return absl::StrCat("ipv4:", host, ":", ntohs(of.sin6_port));
   }
   inet_ntop(AF_INET6, &of.sin6_addr, host, sizeof(host));
+  // gRPC's names are URIs, in which the brackets and the sign before a link are percent-encoded.
   const std::string link = of.sin6_scope_id == 0 ? "" : absl::StrCat("%25", of.sin6_scope_id);
   return absl::StrCat("ipv6:%5B", host, link, "%5D:", ntohs(of.sin6_port));
 }
@@ -196,6 +202,7 @@ std::string SourceOf(const std::string& peer) {
 int CloseConnectionsOf(const std::string& peer) {
   if (peer.empty()) return 0;
   int closed = 0;
+  // gRPC does not say which descriptor a connection has, so all of this process are looked at.
   (void)VisitNames(AT_FDCWD, "/proc/self/fd", [&](const char* name, int) {
     int number = -1;
     if (!absl::SimpleAtoi(name, &number) || PeerOf(number) != peer) return;
@@ -203,10 +210,12 @@ int CloseConnectionsOf(const std::string& peer) {
     // descriptor that is ours.
     const FileDescriptor kept(fcntl(number, F_DUPFD_CLOEXEC, 0));
     if (!kept || PeerOf(kept.number()) != peer) return;
+    // This ends the connection itself. To close the number would give up a second reference only.
     if (shutdown(kept.number(), SHUT_RDWR) == 0) ++closed;
     // What has come and was not read yet would be, after the end too. Its sender may go on, so not
     // without an end.
     for (int i = 0; i < kMostDiscards; ++i) {
+      // With MSG_TRUNC the bytes of a TCP connection are dropped, and not copied (tcp(7)).
       if (recv(kept.number(), nullptr, kDiscardedBytes, MSG_TRUNC | MSG_DONTWAIT) <= 0) break;
     }
   });
@@ -231,6 +240,8 @@ absl::StatusOr<FileDescriptor> Listener::Bind(const Address& address, int family
   if (family != AF_UNIX && socket) {
     // A port whose last connections are being forgotten is free; one that is listened on is not.
     setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    // An earlier process's sockets may have the same port, of another address. Both have to share
+    // it then (socket(7), SO_REUSEPORT).
     SharePort(socket, given_up_.empty() ? 0 : 1);
   }
   if (!socket ||
@@ -239,6 +250,7 @@ absl::StatusOr<FileDescriptor> Listener::Bind(const Address& address, int family
       listen(socket.number(), SOMAXCONN) != 0) {
     return CannotListen(address, errno);
   }
+  // Only for the binding: afterwards it is to have its port alone.
   SharePort(socket, 0);
   return socket;
 }
@@ -251,11 +263,14 @@ bool Listener::IsKept(const Address& address, const NamedMemory* memory) {
 
 void Listener::GiveUpKept(const std::vector<Address>& addresses, NamedMemory& memory) {
   for (const std::string& name : memory.Left()) {
+    // The names of an address's sockets differ in their number alone.
     const bool is_wanted =
         std::any_of(addresses.begin(), addresses.end(), [&name](const Address& address) {
           return absl::EndsWith(name, absl::StrCat(" ", address.text));
         });
     if (is_wanted || !absl::StartsWith(name, kKeptPrefix)) continue;
+    // The keeper has the socket open, too, so closing it here would free no port. It is forgotten
+    // when the new ones are there: a start that fails before leaves it to the next one.
     FileDescriptor& socket = given_up_[name] = memory.TakeFile(name);
     SharePort(socket, 1);
   }
@@ -264,6 +279,7 @@ void Listener::GiveUpKept(const std::vector<Address>& addresses, NamedMemory& me
 void Listener::ForgetKept(NamedMemory& memory) {
   for (const auto& [name, socket] : given_up_) {
     memory.Forget(name);
+    // Its file would lead clients to a socket on which nobody listens.
     const size_t path = name.find(" unix:");
     if (path != std::string::npos) RemoveSocketFile(name.substr(path + 6));
   }
@@ -275,6 +291,7 @@ absl::StatusOr<std::string> Listener::AddKept(const Address& address, NamedMemor
   for (size_t number = 0;; ++number) {
     FileDescriptor socket = memory.TakeFile(KeptName(address, number));
     if (!socket) break;
+    // Where port 0 was asked for, only the socket knows which one the system chose.
     if (address.unix_path.empty()) port = PortOf(socket.number());
     sockets_.push_back(std::move(socket));
   }
@@ -322,6 +339,7 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
     absl::StatusOr<FileDescriptor> socket =
         Bind(address, each->ai_family, each->ai_addr, each->ai_addrlen);
     if (!socket.ok()) {
+      // Some may not be there, such as ::1 where IPv6 is off. One is enough.
       failed = socket.status();
       continue;
     }
@@ -336,6 +354,8 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
 
 absl::Status Listener::CheckNew(const std::vector<Address>& addresses, NamedMemory& memory) {
   Listener listener;
+  // As the new process will do first; but nothing is kept or forgotten, and all of it ends with
+  // `listener`.
   listener.GiveUpKept(addresses, memory);
   for (const Address& address : addresses) {
     if (IsKept(address, &memory)) continue;
@@ -360,6 +380,8 @@ absl::Status Listener::Start(std::function<void(int)> take,
   stop_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   events_ = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
   bool watched = spare_ && Watch(events_, stop_.number(), EPOLLIN, kStop);
+  // Sockets are reported for as long as connections wait (level-triggered), so one that has to be
+  // left for now is not forgotten.
   for (const FileDescriptor& socket : sockets_) {
     watched = watched && Watch(events_, socket.number(), EPOLLIN,
                                kOfSocket | static_cast<uint64_t>(socket.number()));
@@ -380,6 +402,7 @@ Listener::~Listener() {
     thread_.join();
   }
   for (const std::string& path : unix_paths_) RemoveSocketFile(path);
+  // The option is of the socket, which a service that still runs may go on with (CheckNew).
   for (const auto& [name, socket] : given_up_) SharePort(socket, 0);
 }
 
@@ -392,6 +415,8 @@ void Listener::Run(Newcomers& newcomers) {
     for (int i = 0; i < count; ++i) {
       const uint64_t of = events[i].data.u64;
       if (of == kStop) return;
+      // Where there is no memory, the event of a socket comes again, and a newcomer is closed when
+      // its time is over.
       (void)RunsInMemory([&] {
         if ((of & kOfSocket) != 0) {
           AcceptAll(static_cast<int>(of ^ kOfSocket), newcomers);
@@ -408,6 +433,7 @@ void Listener::HandOn(Newcomers& newcomers) {
   const auto now = Newcomers::Clock::now();
   newcomers.DropLate(now);
   while (FileDescriptor connection = newcomers.Next(now)) {
+    // The descriptor stays open, as that of its new owner, so it does not leave the set by itself.
     epoll_ctl(events_.number(), EPOLL_CTL_DEL, connection.number(), nullptr);
     take_(connection.Release());
   }
@@ -420,6 +446,7 @@ void Listener::AcceptAll(int socket, Newcomers& newcomers) {
     FileDescriptor connection(accept4(socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!connection) {
       if (errno == EMFILE || errno == ENFILE) return RefuseOne(socket);
+      // The connection still waits, so without a pause this thread would come back at once.
       if (errno == ENOBUFS || errno == ENOMEM) std::this_thread::sleep_for(kPause);
       return;  // Another has taken it, it is gone, or there is none.
     }
@@ -430,6 +457,8 @@ void Listener::AcceptAll(int socket, Newcomers& newcomers) {
       continue;
     }
     const int on = 1;
+    // As gRPC does with connections that it accepts itself: a short message does not wait until the
+    // one before is acknowledged.
     if (!is_unix) {
       setsockopt(connection.number(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
     }
@@ -438,6 +467,8 @@ void Listener::AcceptAll(int socket, Newcomers& newcomers) {
     const int number = connection.number();
     const Newcomers::Id id = newcomers.Add(std::move(connection), std::move(source),
                                            tls_ && !is_unix, Newcomers::Clock::now());
+    // Reported once for all that comes (EPOLLET): a client that has said too little would otherwise
+    // wake this thread without an end.
     // Where the system has no memory for that, the connection ends when its time is over.
     Watch(events_, number, EPOLLIN | EPOLLRDHUP | EPOLLET, id);
     if (newcomers.size() > most_newcomers_) newcomers.DropOldest();
@@ -445,6 +476,7 @@ void Listener::AcceptAll(int socket, Newcomers& newcomers) {
 }
 
 void Listener::RefuseOne(int socket) {
+  // Left alone, the connection would wait for an answer, and wake this thread without an end.
   spare_ = FileDescriptor();
   FileDescriptor refused(accept4(socket, nullptr, nullptr, SOCK_CLOEXEC));
   const bool took = static_cast<bool>(refused);

@@ -30,6 +30,7 @@ bool IsGone(int connection) {
 // What a client of another protocol says is enough: gRPC tells it so.
 bool HasSaidEnough(int connection, bool tls) {
   std::array<unsigned char, kPrefaceBytes> said = {};
+  // Only looked at: whoever gets the connection has to find all of it there.
   const ssize_t count = recv(connection, said.data(), said.size(), MSG_PEEK | MSG_DONTWAIT);
   if (count <= 0) return false;
   const auto bytes = static_cast<size_t>(count);
@@ -37,15 +38,18 @@ bool HasSaidEnough(int connection, bool tls) {
     return bytes == kPrefaceBytes || std::memcmp(said.data(), kPreface, bytes) != 0;
   }
   if (said[0] != kHandshakeRecord) return true;
+  // The header is a type, a version of two bytes and the length of the rest in two.
   if (bytes < kRecordHeaderBytes) return false;
   const int record = said[3] << 8 | said[4];
   int there = 0;
+  // No record is longer than 2^14 bytes; a client that announces more gets its answer from gRPC.
   return record > kMostRecordBytes || ioctl(connection, FIONREAD, &there) != 0 ||
          there >= static_cast<int>(kRecordHeaderBytes) + record;
 }
 
 }  // namespace
 
+// A token bucket; what is in it is time.
 bool Pace::Spend(Clock::duration cost, Clock::time_point now) {
   // The first time counts from there.
   if (counted_ != Clock::time_point() && now > counted_) {
@@ -64,6 +68,7 @@ Pace::Clock::time_point Pace::When(Clock::duration cost) const {
   return counted_ + std::chrono::ceil<Clock::duration>(missing / share_);
 }
 
+// The number of processors is 0 where the system does not tell it.
 Newcomers::Newcomers(HeldUntil held_until)
     : Newcomers(std::move(held_until),
                 Pace(kSaved, kShare * std::clamp(std::thread::hardware_concurrency(), 1U,
@@ -76,6 +81,7 @@ Newcomers::Id Newcomers::Add(FileDescriptor connection, std::string source, bool
                             .source = std::move(source),
                             .tls = tls,
                             .since = now});
+  // Last: if there was no memory for the connection, nothing has changed.
   return last_ = id;
 }
 
@@ -104,6 +110,8 @@ void Newcomers::DropOldest() {
 }
 
 Newcomers::All::iterator Newcomers::Choose(Clock::time_point now) {
+  // From the source behind the last one on, and round: each has its turn, however many connections
+  // another one opens.
   auto turn = ready_.upper_bound(served_);
   for (size_t left = ready_.size(); left > 0; --left, ++turn) {
     if (turn == ready_.end()) turn = ready_.begin();
@@ -116,10 +124,13 @@ FileDescriptor Newcomers::Next(Clock::time_point now) {
   while (true) {
     const auto next = Choose(now);
     if (next == all_.end()) return FileDescriptor();
+    // It may have gone since it spoke. Then it must not cost what only one costs that is handed on.
     if (IsGone(next->second.connection.number())) {
       Remove(next);
       continue;
     }
+    // Where there is not enough for this one, no other is taken in its place: cheaper ones would
+    // then keep coming before one with TLS.
     if (!pace_.Spend(next->second.tls ? kTlsCost : kCost, now)) return FileDescriptor();
     served_ = next->second.source;
     FileDescriptor connection = std::move(next->second.connection);
@@ -135,6 +146,8 @@ std::optional<Newcomers::Clock::time_point> Newcomers::WhenNext(Clock::time_poin
     const Clock::duration cost = all_.at(*ids.rbegin()).tls ? kTlsCost : kCost;
     const Clock::time_point held = held_until_(source);
     next = std::min(next, std::max(held, pace_.When(cost)));
+    // Only the pace holds this one back, as it does all others. To look at every source would take
+    // long in a flood from many.
     if (held <= now) break;
   }
   return next;

@@ -56,6 +56,8 @@ v1alpha::ServerReflectionResponse Answer(const v1alpha::ServerReflectionRequest&
     AddServices(*response.mutable_list_services_response());
     return response;
   }
+  // Any other kind, such as one about extensions, of which these files have none, asks here for the
+  // symbol "", which there is not.
   const DescriptorPool& pool = *DescriptorPool::generated_pool();
   const google::protobuf::FileDescriptor* const file =
       request.message_request_case() == v1alpha::ServerReflectionRequest::kFileByFilename
@@ -90,9 +92,12 @@ class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byte
   }
 
   void OnReadDone(bool ok) override {
+    // Whoever clears it, this or the watch, says what becomes of the stream, which can be finished
+    // only once.
     if (!reading_.exchange(false)) return;  // The watch has ended it.
     watched_->PeerActed();
     if (!ok) return Finish(grpc::Status::OK);
+    // Descriptors are copied and serialized for an answer: not on a thread of gRPC's.
     const absl::Status queued = GuardedRun([this] { pool_.Run([this] { Work(); }); });
     if (!queued.ok()) Finish(EndOf(queued));
   }
@@ -101,12 +106,14 @@ class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byte
     ok ? Read() : Finish(EndOf(GoneError("reader")));
   }
   void OnDone() override {
+    // First: a look may be in GiveUp, and this waits for its end.
     watched_->Ended();
     delete this;
   }
 
  private:
   void Read() {
+    // All of it before the read begins: the message may be there before StartRead has returned.
     reading_ = true;
     watched_->PeerMustAct();
     StartRead(&bytes_);
@@ -126,6 +133,8 @@ class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byte
 
   // For the watch: ends what asks nothing, and cancels what takes no answer.
   void GiveUp(grpc::CallbackServerContext& context) {
+    // While a read is under way there is no write, so the stream can end with its reason. A write
+    // that hangs can only be cancelled.
     if (!reading_.exchange(false)) return context.TryCancel();
     Finish(EndOf(absl::DeadlineExceededError(
         absl::StrCat("no request arrived within ", WatchedCall::kOpenSeconds,

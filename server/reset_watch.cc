@@ -25,6 +25,9 @@ void ResetWatch::GivenUp(const std::string& peer, Clock::time_point now) {
   if (!absl::StartsWith(peer, "ipv4:") && !absl::StartsWith(peer, "ipv6:")) return;
   {
     MutexLock lock(mutex_);
+    // All counts begin again together, for which one time is enough; so around that instant a
+    // connection may come to nearly twice as many. Where too many peers are counted, they begin
+    // again earlier.
     if (now - since_ >= kWithin || calls_.size() >= kMostPeers) {
       calls_.clear();
       since_ = now;
@@ -33,6 +36,8 @@ void ResetWatch::GivenUp(const std::string& peer, Clock::time_point now) {
     if (++calls_[peer] != kMost) return;
     Hold(SourceOf(peer), now);
   }
+  // Without the lock, which every call that is given up takes: this looks at all descriptors of the
+  // process.
   close_(peer);
   closings_.Happened(
       [&](int64_t closed) {
@@ -45,6 +50,7 @@ void ResetWatch::GivenUp(const std::string& peer, Clock::time_point now) {
 
 void ResetWatch::Hold(const std::string& source, Clock::time_point now) {
   std::erase_if(held_, [&](const auto& held) { return held.second <= now; });
+  // A flood from even more hosts is not held; this must not grow with it.
   if (held_.size() >= kMostPeers) return;
   Clock::time_point& until = held_.try_emplace(source, now).first->second;
   until = std::min(until + kHold, now + kLongestHold);

@@ -38,6 +38,7 @@ namespace {
 absl::Status CheckOpenness(const Address& address, const ServerOptions& options) {
   const AccessOptions& access = options.access;
   const bool tls = !access.tls_certificate.empty();
+  // Also with --insecure: over TCP without TLS neither a token nor a certificate counts.
   if (!access.roles.empty() && !tls && address.unix_path.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("with --roles-file every call to ", address.text,
@@ -71,6 +72,7 @@ std::vector<WatchedFiles> FilesOf(Access& access, Tls& tls) {
   const AccessOptions& options = access.options();
   const auto read_access = [&access]() -> absl::StatusOr<std::string> {
     BALLAST_RETURN_IF_ERROR(access.ReadAgain());
+    // Only a warning: while a service runs, the token of a role may be taken away on purpose.
     if (const absl::Status there = access.CheckThatTokensAreThere(); !there.ok()) {
       spdlog::warn("{}", std::string(there.message()));
     }
@@ -138,6 +140,7 @@ struct Server::Impl {
   absl::Status Listen(const std::vector<Address>& parsed, const Engine& engine,
                       const std::vector<grpc::Service*>& more_services);
 
+  // Members end in the reverse of this order: what a call uses is here before what begins calls.
   const std::unique_ptr<Access> access;
   const std::unique_ptr<Tls> tls;
   std::optional<FileWatch> access_files;
@@ -163,6 +166,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
   grpc::ServerBuilder builder;
   ConfigureTransport(builder, engine.memory().limit_bytes());
   other_methods = InterceptCalls(builder, resets);
+  // Acceptors are parts of the builder, so all of them are made before the server is.
   Acceptor tcp = MakeAcceptor(builder, tls->credentials());
   auto unix_users = std::make_shared<UnixUsers>(
       builder, [this](const std::string& principal) { return access->Knows(principal); });
@@ -172,17 +176,21 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
   builder.RegisterService(&reflection);
   for (grpc::Service* service : more_services) builder.RegisterService(service);
   listener = std::make_unique<Listener>();
+  // Addresses that are listened on no more are given up first, as a new one may need their port,
+  // and are forgotten last: if a new one fails, the next start still finds them.
   if (engine.named_memory() != nullptr) listener->GiveUpKept(parsed, *engine.named_memory());
   for (const Address& address : parsed) {
     BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(),
                              listener->Add(address, engine.named_memory()));
   }
   if (engine.named_memory() != nullptr) listener->ForgetKept(*engine.named_memory());
+  // The builder has no address: all connections come through the acceptors.
   grpc_server = builder.BuildAndStart();
   if (grpc_server == nullptr) {
     return absl::InternalError(
         "the server for calls could not be started; --log-level=debug says why");
   }
+  // Only now is there something that takes connections. Until now they have queued.
   return listener->Start(
       [tcp = std::move(tcp), unix_users = std::move(unix_users)](int connection) {
         IsUnixSocket(connection) ? unix_users->Take(connection) : tcp(connection);
@@ -197,9 +205,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   ConfigureProcessForTransport();
   grpc::EnableDefaultHealthCheckService(true);  // For all servers that are built after this.
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
+  // Over these a caller may name paths, if nobody but this user can connect (checkpoint_paths.h).
   std::vector<std::string> unix_sockets;
   for (const Address& address : addresses) {
     if (address.unix_path.empty()) continue;
+    // A socket that an earlier process left is open and would answer, but it is to be taken over.
     if (!Listener::IsKept(address, engine.named_memory())) {
       BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
     }
@@ -218,6 +228,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
       [&engine, deadline_seconds = options.seal_deadline_seconds] {
         RemindSealedRanks(engine, deadline_seconds);
       });
+  // After Listen: the watch reads `tls` again on a thread of its own, and Tls is not thread-safe.
   if (impl->access->has_roles() || impl->access->has_tls()) {
     impl->access_files.emplace(FilesOf(*impl->access, *impl->tls));
   }
@@ -276,7 +287,9 @@ std::vector<CallUse> Server::calls() const {
 }
 
 void Server::Shutdown(double grace_seconds) {
+  // Once: the destructor comes here again.
   std::call_once(impl_->shut_down, [&] {
+    // What uses the server ends before it: no file is read again, and no connection comes.
     impl_->access_files.reset();
     impl_->listener.reset();
     impl_->seal_reminders.reset();  // No reminders to streams that are being cancelled.

@@ -31,6 +31,8 @@ std::string Taken(char* json) {
 
 // The VALUEs of all `"key":"VALUE"`.
 std::vector<std::string> ValuesOf(const std::string& json, absl::string_view key) {
+  // gRPC's JSON is that of Protobuf (grpc/grpc.h), in which 64-bit numbers are strings; it has no
+  // spaces.
   const std::string begin = absl::StrCat("\"", key, "\":\"");
   std::vector<std::string> values;
   for (size_t at = json.find(begin); at != std::string::npos; at = json.find(begin, at)) {
@@ -41,6 +43,7 @@ std::vector<std::string> ValuesOf(const std::string& json, absl::string_view key
 }
 
 int64_t NumberOf(const std::string& json, absl::string_view key) {
+  // A counter that is 0 is left out.
   const std::vector<std::string> values = ValuesOf(json, key);
   int64_t number = 0;
   return !values.empty() && absl::SimpleAtoi(values.front(), &number) ? number : 0;
@@ -63,6 +66,8 @@ void StreamWatch::LookAt(intptr_t server) {
   intptr_t& next = next_[server];
   const std::vector<std::string> sockets =
       ValuesOf(Taken(grpc_channelz_get_server_sockets(server, next, kMostAtOnce)), "socketId");
+  // Behind a page that is full there may be more, and the next look goes on there. Behind the last
+  // page it begins at the front again.
   next = 0;
   for (const std::string& socket : sockets) {
     int64_t number = 0;

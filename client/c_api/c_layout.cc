@@ -46,6 +46,8 @@ int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_pi
     BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
     BALLAST_RETURN_IF_ERROR(FindOwnChunk(*session, chunk).status());
     *count = 0;
+    // Parts, and not the layout's pieces: those say where elements lie in the whole parameter, and
+    // with a mesh the caller has its shard alone.
     session->session->layout().VisitParts(chunk, [&](const ChunkPart& part) {
       if (out != nullptr && *count < capacity) {
         out[*count] = {.parameter = static_cast<size_t>(part.parameter),

@@ -77,6 +77,7 @@ absl::StatusOr<std::optional<std::string>> ReadTrainerState(const void* state, s
   if (bytes > 0 && state == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(structure, ".trainer_state is null"));
   }
+  // None is not the same as an empty one: with none, a vote keeps the state of begin_step.
   if (state == nullptr) return std::nullopt;
   return std::string(static_cast<const char*>(state), bytes);
 }
@@ -157,6 +158,7 @@ absl::Status CheckElements(const LayoutSpec& layout) {
     }
     int64_t elements = 1;
     for (const int64_t extent : parameter.shape) {
+      // By division, because the product could overflow.
       if (extent < 0 || (extent > 0 && elements > kMaxFlatElements / extent)) {
         return absl::InvalidArgumentError(absl::StrCat(
             "parameter ", parameter.name, " has an extent of ", extent,
@@ -189,12 +191,14 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   if (given.parameter_count > 0) {
     BALLAST_RETURN_IF_ERROR(CheckStructure(given.parameters, "ballast_parameter"));
   }
+  // Before the loops below read so many structures of the caller's memory.
   if (given.group_count > static_cast<size_t>(kMaxGroups) ||
       given.parameter_count > static_cast<size_t>(kMaxParameters)) {
     return absl::InvalidArgumentError(absl::StrCat(given.group_count, " groups and ",
                                                    given.parameter_count, " parameters; at most ",
                                                    kMaxGroups, " and ", kMaxParameters));
   }
+  // AddPartitions cuts by it before Session::Open can check it.
   if (given.world_size < 1 || given.world_size > kMaxWorldSize) {
     return absl::InvalidArgumentError(
         absl::StrCat("world_size is ", given.world_size, "; expected 1 to ", kMaxWorldSize));
@@ -255,6 +259,7 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
 // 0 stands for the default.
 absl::Status ReadSeconds(double seconds, const char* name, absl::Duration& out) {
   if (seconds == 0) return absl::OkStatus();
+  // Written so that NaN is refused.
   if (!(seconds > 0) || std::isinf(seconds)) {
     return absl::InvalidArgumentError(
         absl::StrCat(name, " is ", seconds, "; expected a positive number of seconds"));

@@ -58,6 +58,8 @@ namespace {
 absl::Status CheckMayOpen() {
   static std::atomic<pid_t> first_process = 0;
   pid_t first = 0;
+  // The first call stores its process. In every later one the exchange fails, and puts the stored
+  // number, which a fork inherits, into `first`.
   if (first_process.compare_exchange_strong(first, getpid()) || first == getpid()) {
     return absl::OkStatus();
   }
@@ -105,6 +107,7 @@ absl::Status UploadParts(const ballast_session& session, const FirstState& state
                          PartWriter write) {
   const Layout& layout = session.session->layout();
   const auto fill = [&](int chunk, absl::Span<float> out) {
+    // Padding has to be zero, and so are moments whose pointer is null.
     std::fill(out.begin(), out.end(), 0.0f);
     const size_t elements = layout.chunks()[chunk].elements;
     for (size_t plane = 0; plane * elements < out.size(); ++plane) {
@@ -120,6 +123,7 @@ absl::Status UploadParts(const ballast_session& session, const FirstState& state
 
 // The chunk's weights to the places of the parameters that have a part in it.
 void CopyWeights(const ballast_session& session, int chunk) {
+  // Called by several threads at once, for different chunks, which have no element in common.
   const std::byte* shard = session.session->weights_memory(chunk).data();
   const Layout& layout = session.session->layout();
   const int64_t size =
@@ -217,8 +221,12 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
               "ballast_options.weights has no place for parameter ", parameters[p].name));
         }
       }
+      // options.weights stays null: weights come to the session's memory, and threads copy them
+      // from there. `copies` is made after the session, which gets no weights before the caller
+      // asks for them or begins a step.
       session->options.on_weights = [raw = session.get()](int chunk) { raw->copies->Add(chunk); };
     }
+    // Before anything of gRPC is used, which a fork must not do.
     BALLAST_RETURN_IF_ERROR(CheckMayOpen());
     SilenceTransport();
     BALLAST_ASSIGN_OR_RETURN(
@@ -300,6 +308,7 @@ int32_t ballast_upload_state(ballast_session* session, const ballast_first_state
       if (!group.hyper_parameters.amsgrad) continue;
       BALLAST_RETURN_IF_ERROR(CheckGiven(given.max_exp_avg_sq, "max_exp_avg_sq"));
     }
+    // In the order of ballast_plane.
     const float* const* const planes[] = {given.weights, given.exp_avg, given.exp_avg_sq,
                                           given.max_exp_avg_sq};
     const ballast::FirstState first = {
@@ -326,6 +335,7 @@ int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t
       first.update_counts.assign(update_counts, update_counts + count);
     }
     const auto write = [&](const ballast::ChunkPart& part, size_t plane, float* out) {
+      // ballast_plane counts from 1.
       const int32_t ended = values(context, part.parameter, static_cast<int32_t>(plane) + 1,
                                    part.part_offset, part.elements, out);
       if (ended != 0) throw EndedByCaller{ended};
@@ -343,6 +353,7 @@ int32_t ballast_read_weights(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     const absl::Status read = session->session->ReadWeights();
+    // Also after an error: when this has returned, no thread writes to the caller's parameters.
     session->copies->Finish();
     return read;
   });
@@ -356,6 +367,8 @@ int32_t ballast_begin_step(ballast_session* session, const ballast_step* step) {
         const ballast::StepSettings settings,
         ReadStep(CRead(step), static_cast<int>(session->options.job.groups.size())));
     BALLAST_RETURN_IF_ERROR(session->session->BeginStep(settings));
+    // Only when a step has begun: a call that is refused in the middle of one must not forget what
+    // was given of it.
     session->gradients->Reset();
     return absl::OkStatus();
   });
@@ -545,6 +558,7 @@ int32_t ballast_discard(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(session->session->Discard());
+    // After the answer: what other threads give until then is of the old attempt, and goes with it.
     session->gradients->Reset();
     return absl::OkStatus();
   });
@@ -554,6 +568,7 @@ int32_t ballast_receive_weights(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     const absl::Status received = session->session->ReceiveWeights();
+    // Also after a timeout: this thread helps to copy what has come so far.
     session->copies->Finish();
     return received;
   });
@@ -570,9 +585,11 @@ int32_t ballast_await_weights(ballast_session* session, const size_t* parameters
                                                        " of ", session->chunks_of.size()));
       }
       const std::vector<int>& of = session->chunks_of[parameters[i]];
+      // A chunk that two of the parameters share is named twice, which disturbs no wait.
       chunks.insert(chunks.end(), of.begin(), of.end());
     }
     BALLAST_RETURN_IF_ERROR(session->session->AwaitWeights(chunks));
+    // What has arrived was added before AwaitWeights returned (SessionImpl::on_weights_).
     session->copies->Finish(chunks);
     return absl::OkStatus();
   });

@@ -31,12 +31,14 @@ class PlaneReader {
   PlaneReader(float* out, int64_t elements) : out_(out), elements_(elements) {}
 
   absl::Status Take(const v1::ReadStateResponse& part) {
+    // Only the first part has these.
     if (!begun_) {
       begun_ = true;
       step_ = part.step();
       update_count_ = part.update_count();
     }
     const auto size = static_cast<int64_t>(part.data().size() / sizeof(float));
+    // Before the caller's memory is written: offset and size are what the service says.
     if (part.offset() != next_ || size > elements_ - next_) {
       return absl::DataLossError(absl::StrCat("the service sent elements [", part.offset(), ", ",
                                               part.offset() + size, ") of ", elements_,
@@ -75,6 +77,7 @@ absl::Status ReadPlane(const ballast_session& session, const std::string& parame
   v1::ReadStateResponse part;
   while (stream->Read(&part)) {
     if (absl::Status status = reader.Take(part); !status.ok()) {
+      // Otherwise Finish would wait for the end of a stream that nobody reads.
       context.TryCancel();
       stream->Finish().ok();
       return status;
@@ -143,6 +146,7 @@ int32_t ballast_read_state(const ballast_session* session, size_t parameter, int
           absl::StrCat("plane is ", plane, ", which is no ballast_plane"));
     }
     const auto& shape = parameters[parameter].shape;
+    // It cannot overflow: the session was opened with this shape, whose elements are bounded.
     const int64_t all =
         std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
     if (elements != all) {
@@ -152,6 +156,7 @@ int32_t ballast_read_state(const ballast_session* session, size_t parameter, int
     }
     if (all > 0) BALLAST_RETURN_IF_ERROR(CheckGiven(out, "out"));
     return WhileItMayHeal(*session, [&]() -> absl::Status {
+      // Each attempt begins anew, because the job may be at another step by then.
       PlaneReader reader(out, all);
       BALLAST_RETURN_IF_ERROR(ReadPlane(*session, parameters[parameter].name, plane, reader));
       *step = reader.step();

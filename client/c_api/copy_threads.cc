@@ -37,6 +37,7 @@ class Loop {
   }
   absl::Status Close() {
     MutexLock lock(mutex_);
+    // body_ refers to the frame of the caller, who returns after this.
     closed_ = true;
     while (inside_ > 0) left_.Wait(mutex_);
     return status_;

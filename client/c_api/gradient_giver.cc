@@ -1,12 +1,12 @@
 #include "client/c_api/gradient_giver.h"
 
-#include <chrono>
 #include <cstring>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/c_api/stream_copy.h"
+#include "client/transport/steady_deadline.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -23,6 +23,7 @@ UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used) 
       all = false;
     }
   }
+  // By default all are used, which needs no list on the wire.
   return all ? UsedParameters{} : named;
 }
 
@@ -58,6 +59,7 @@ void GradientGiver::Stop() {
     stopping_ = true;
     queued_.NotifyAll();
   }
+  // It may be waiting in a push, which the owner ends first (Session::EndPushes).
   if (writer_.joinable()) writer_.join();
 }
 
@@ -70,6 +72,7 @@ void GradientGiver::Reset() {
   }
   written_status_ = absl::OkStatus();
   ++attempt_;
+  // What parameters and chunks have is reset by Enter, when the next micro-step opens.
   open_ = false;
   next_micro_step_ = 0;
   done_.NotifyAll();  // An End of the old attempt fails.
@@ -82,6 +85,7 @@ absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t m
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
   if (WasGiven(given) || ending_) return GivenAlready(parameter);
+  // A parameter that has places already gets the same ones again.
   BALLAST_RETURN_IF_ERROR(TakePlaces(given));
   PlacesOfGradient places = {.attempt = attempt_};
   for (const Part& part : given.parts) {
@@ -119,6 +123,7 @@ absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* grad
     };
     int64_t bytes = 0;
     for (const Part& part : parameter.parts) bytes += bytes_of(part);
+    // mutex_ is held, so that no Reset gives the places to another attempt meanwhile.
     BALLAST_RETURN_IF_ERROR(threads_.ForEach(
         static_cast<int64_t>(parameter.parts.size()), bytes,
         [&](int64_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -194,7 +199,7 @@ absl::Status GradientGiver::End(uint32_t micro_step, Last last) {
 }
 
 absl::Status GradientGiver::EndWith(uint32_t micro_step, const void* const* gradients, Last last) {
-  const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
+  const auto deadline = SteadyDeadline(limit_);
   const auto all_written = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (const Parameter& parameter : parameters_) {
       if (parameter.given == Given::kHasPlaces) return false;
@@ -212,7 +217,9 @@ absl::Status GradientGiver::EndWith(uint32_t micro_step, const void* const* grad
   };
   MutexLock lock(mutex_);
   for (;;) {
+    // First: what the writer could not give would be waited for in vain.
     BALLAST_RETURN_IF_ERROR(written_status_);
+    // After each wait, too, because the wait gives up mutex_ and another thread may discard.
     BALLAST_RETURN_IF_ERROR(enter());
     if (all_written()) return Finish(gradients, last);
     if (!done_.WaitUntil(mutex_, deadline)) {
@@ -252,6 +259,8 @@ absl::Status GradientGiver::Finish(const void* const* gradients, Last last) {
     if (parameter.given == Given::kAtOnce) parameter.given = Given::kYes;
   }
   const absl::Span<const Parameter> parameters = parameters_;
+  // After all chunks. If it fails, the micro-step stays open: the same call again finds every chunk
+  // pushed, and only has this to do.
   BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(
       micro_step_, UsedOf(job_, [&](size_t p) { return parameters[p].given == Given::kYes; })));
   open_ = false;
@@ -260,6 +269,8 @@ absl::Status GradientGiver::Finish(const void* const* gradients, Last last) {
 }
 
 absl::Status GradientGiver::FinishChunk(int index, const void* const* gradients, Last last) {
+  // Several threads are here at once, each with a chunk of its own, while the thread in Finish
+  // holds mutex_.
   Chunk& chunk = chunks_[index];
   if (chunk.stage == Stage::kPushed) return absl::OkStatus();
   const absl::Span<const Parameter> parameters = parameters_;
@@ -343,7 +354,7 @@ absl::Status GradientGiver::TakePlaces(Parameter& parameter) {
 absl::Status GradientGiver::TakePlace(int index) {
   Chunk& chunk = chunks_[index];
   if (chunk.stage != Stage::kIdle) return absl::OkStatus();
-  const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
+  const auto deadline = SteadyDeadline(limit_);
   {
     // With mutex_ held: `released` takes release_mutex_ alone, so the wait can end.
     MutexLock lock(release_mutex_);
@@ -399,6 +410,7 @@ absl::Status GradientGiver::PushChunk(int index, Last last) {
     };
   }
   BALLAST_RETURN_IF_ERROR(session_.Push(std::move(push)));
+  // Only after a push that succeeded: one that waited for too long is made again.
   chunk.stage = Stage::kPushed;
   return absl::OkStatus();
 }

@@ -23,6 +23,7 @@ void StreamCopy(void* to, const void* from, size_t bytes) {
   auto* out = static_cast<std::byte*>(to);
   const auto* in = static_cast<const std::byte*>(from);
   if (bytes >= kLeastBytes) {
+    // The streaming stores need aligned places, and go out best as whole lines of the cache.
     const size_t head = -reinterpret_cast<uintptr_t>(out) % kLineBytes;
     std::memcpy(out, in, head);
     out += head, in += head, bytes -= head;

@@ -10,6 +10,8 @@ WeightCopies::WeightCopies(CopyThreads& threads, int64_t chunks, int64_t bytes,
                            std::function<void(int chunk)> copy)
     : threads_(threads), most_helpers_(threads.WorthFor(bytes)), copy_(std::move(copy)) {
   MutexLock lock(mutex_);
+  // No chunk waits twice, so that Add, on the session's thread, allocates nothing for these. The
+  // one more is the thread that is in Finish.
   waiting_.reserve(chunks);
   copying_.reserve(most_helpers_ + 1);
 }
@@ -30,6 +32,8 @@ void WeightCopies::Add(int chunk) {
 void WeightCopies::Help() {
   MutexLock lock(mutex_);
   CopyAll();
+  // Under the lock under which CopyAll has found nothing more: an Add that comes later sees that
+  // this helper is gone, and starts another one.
   if (--helpers_ == 0) idle_.NotifyAll();
 }
 
@@ -42,6 +46,7 @@ void WeightCopies::Finish() {
 void WeightCopies::Finish(absl::Span<const int> chunks) {
   MutexLock lock(mutex_);
   for (const int chunk : chunks) {
+    // What no thread has begun is copied here, out of its turn; for the rest the second loop waits.
     const auto found = std::find(waiting_.begin(), waiting_.end(), chunk);
     if (found == waiting_.end()) continue;
     waiting_.erase(found);
@@ -56,6 +61,7 @@ void WeightCopies::Stop() {
   MutexLock lock(mutex_);
   stopped_ = true;
   waiting_.clear();
+  // Also for helpers that have not begun: their tasks have a pointer to this object.
   while (!copying_.empty() || helpers_ > 0) idle_.Wait(mutex_);
 }
 

@@ -18,6 +18,8 @@ namespace {
 // Ends the process as the signal does by default, but leaves no unfinished file.
 void EndBySignal(int signal) {
   ballast::RemoveUnfinishedFile();
+  // The signal is raised again, so that whoever waits for the process sees which one has ended it.
+  // It is blocked in its own handler, and comes when this function returns.
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }
@@ -54,6 +56,7 @@ int main(int argc, char** argv) {
   const int code =
       ballast::client::cli::Run(std::vector<std::string>(argv + 1, argv + argc), output, error);
   std::fputs(error.c_str(), stderr);
+  // A full disk may show only when the buffer is written.
   if (std::fputs(output.c_str(), stdout) < 0 || std::fflush(stdout) != 0) {
     std::perror("ballast: cannot write to standard output");
     return 1;

@@ -65,6 +65,8 @@ ChromeTrace::ChromeTrace(std::string job, const Layout& layout)
 
 std::string ChromeTrace::Add(const v1::TraceEvent& event) {
   std::string text;
+  // SENT events are kept until one of another message comes: only then it is known which chunks the
+  // message had.
   const bool same_message =
       event.kind() == v1::SENT && !sent_.empty() && SentTogether(sent_.front(), event, layout_);
   if (!same_message) AppendSent(text);
@@ -80,12 +82,14 @@ std::string ChromeTrace::Add(const v1::TraceEvent& event) {
 
 std::string ChromeTrace::Tail(uint64_t dropped_events) {
   std::string text;
+  // The last message has no other one behind it that would end it.
   AppendSent(text);
   return text + ChromeTraceWriter::Tail({{"job", job_}, {"dropped_events", dropped_events}});
 }
 
 int ChromeTrace::TrackNumber(const Track& track, std::string& text) {
   int& number = tracks_[track];
+  // 0: the map has just made the entry. Numbers begin at 1.
   if (number == 0) {
     number = static_cast<int>(tracks_.size());
     const std::string name = track.first == TrackKind::kSteps ? "steps"
@@ -112,6 +116,7 @@ void ChromeTrace::AppendStep(const v1::TraceEvent& event, std::string& text) {
     slice(absl::StrCat("deciding step ", event.step()), event.begin_ns());
   }
   // An attempt that was aborted has no end, and the next attempt has a beginning of its own.
+  // A step that had begun before the trace has no BEGUN at all.
   const bool whole = begun_.kind() == v1::BEGUN && begun_.step() == event.step();
   if (event.kind() == v1::COMMITTED && whole) {
     slice(absl::StrCat("step ", event.step()), begun_.begin_ns());

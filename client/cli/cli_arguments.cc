@@ -29,15 +29,18 @@ absl::StatusOr<Arguments> Arguments::Parse(const CommandSpec& spec,
     const bool has_value = equals != std::string::npos;
     if (flag->value.empty()) {
       if (has_value) return absl::InvalidArgumentError(absl::StrCat("--", name, " has no value"));
+      // Where a flag is given twice, the last one counts.
       arguments.flags_[name] = "";
     } else if (has_value) {
       arguments.flags_[name] = word.substr(equals + 1);
     } else if (i + 1 < words.size()) {
+      // The next word is the value whatever it looks like, so that it may begin with dashes.
       arguments.flags_[name] = words[++i];
     } else {
       return absl::InvalidArgumentError(absl::StrCat("--", name, " needs a value: ", flag->value));
     }
   }
+  // Arguments that may be left out are the last ones of their command.
   while (arguments.positionals_.size() < spec.positionals.size()) {
     if (absl::StartsWith(spec.positionals[arguments.positionals_.size()], "[")) {
       arguments.positionals_.emplace_back();

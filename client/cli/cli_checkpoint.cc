@@ -17,6 +17,7 @@ namespace {
 
 using json = nlohmann::ordered_json;
 
+// The answer to a save, a load or a verification comes when all state is written or read.
 constexpr double kTimeoutSeconds = 3600;
 
 constexpr char kDirectory[] =
@@ -33,6 +34,7 @@ absl::Status CheckDirectory(const std::string& directory) {
   if (directory.empty() || absl::StartsWith(directory, "/") || IsCheckpointName(directory)) {
     return absl::OkStatus();
   }
+  // A name with this part in it was meant as a checkpoint, and is mistyped.
   if (const size_t step = directory.find("/step-"); step != std::string::npos) {
     const std::string name = directory.substr(0, step);
     return absl::InvalidArgumentError(absl::StrCat(
@@ -65,6 +67,8 @@ absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
     request.set_name(proto::JobName(job));
     request.set_directory(directory);
     request.set_background(background);
+    // Call, and not Read, here and for a load: a save that is made twice leaves two checkpoints,
+    // and a second load raises the generation again.
     const auto response = service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
     if (!response.ok()) return ExplainSave(service.SuggestJob(response.status(), job), job);
     if (as_json) {
@@ -149,6 +153,7 @@ std::string ToTable(const v1::ListCheckpointsResponse& response, bool verified) 
                {"by"},
                {verified ? "verified" : "complete"}});
   for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
+    // If a checkpoint's index is damaged, nothing but its name is known.
     const bool known = checkpoint.problem().empty() || !checkpoint.uid().empty();
     const absl::Time saved = absl::FromUnixMillis(checkpoint.saved_unix_ms());
     table.Add({checkpoint.name(), known ? absl::StrCat(checkpoint.step()) : "-",

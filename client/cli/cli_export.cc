@@ -15,9 +15,11 @@ namespace {
 
 using json = nlohmann::ordered_json;
 
+// The unit is 10^9 bytes. The engine's own default is the same (state/weights_export.h).
 constexpr double kMostFileGb = 5;
 
 Exporter& TheExporter() {
+  // It is never destroyed, so it is there for as long as any code runs.
   static Exporter& exporter = *new Exporter;
   return exporter;
 }
@@ -46,11 +48,14 @@ absl::StatusOr<Action> PrepareExport(const Arguments& arguments) {
   order.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32;
   BALLAST_ASSIGN_OR_RETURN(const std::optional<double> gigabytes, arguments.Number("file-gb"));
   const double most = gigabytes.value_or(kMostFileGb);
+  // Written so that NaN is refused.
   if (!(most > 0 && most < 1e6)) {
     return absl::InvalidArgumentError("--file-gb must be positive, and less than a million");
   }
+  // Rounded up: a tiny size would become 0 bytes otherwise.
   order.most_file_bytes = static_cast<int64_t>(std::ceil(most * 1e9));
   return [order](Service& /*service*/, bool as_json) -> absl::StatusOr<std::string> {
+    // Only ballast_main.cc gives one. The library itself does not link the engine.
     if (!TheExporter()) return absl::UnimplementedError("this program cannot export");
     BALLAST_ASSIGN_OR_RETURN(const Exported exported, TheExporter()(order));
     if (!as_json) return ToText(exported, order);

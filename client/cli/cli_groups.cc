@@ -46,10 +46,12 @@ absl::StatusOr<HyperParameterOverrides> ChangesOf(const Arguments& arguments) {
 absl::Status SuggestGroup(Service& service, const absl::Status& status, const std::string& job,
                           const std::string& group) {
   if (!absl::IsNotFound(status)) return status;
+  // GetJob's error names the job, if that is what was not found.
   BALLAST_ASSIGN_OR_RETURN(const v1::Job there, service.GetJob(job, false));
   std::vector<std::string> names;
   for (const v1::ParamGroup& known : there.groups()) {
     names.push_back(BareName(known.name()));
+    // The group is there: the first error says what else is wrong.
     if (names.back() == group) return status;
   }
   return absl::NotFoundError(

@@ -15,6 +15,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// Messages have no operator==.
 bool Equal(const v1::HyperParameters& a, const v1::HyperParameters& b) {
   return a.lr() == b.lr() && a.beta1() == b.beta1() && a.beta2() == b.beta2() &&
          a.eps() == b.eps() && a.weight_decay() == b.weight_decay() &&
@@ -48,8 +49,8 @@ std::vector<std::vector<HyperParameterRun>> HistoryOf(const v1::Job& job) {
          ++group) {
       std::vector<HyperParameterRun>& runs = history[group];
       const v1::HyperParameters& values = record.hyper_parameters(group);
-      // After a load the step numbers start again at an earlier one, so only consecutive steps
-      // join a run.
+      // Only consecutive steps join a run. A service has no others in one list: a load makes it
+      // forget the records of before, and an undo the last one.
       if (!runs.empty() && runs.back().last_step + 1 == record.step() &&
           Equal(runs.back().values, values)) {
         runs.back().last_step = record.step();

@@ -40,6 +40,7 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
     if (!response.ok()) return service.SuggestJob(response.status(), job);
     // Of a job that skips what cannot be kept, the step is over.
     const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
+    // A step that some rank had not begun is aborted all the same. Then it is not committed.
     const bool skipped = now.ok() && now->on_abort() == v1::SKIP_STEP &&
                          now->committed_step() >= response->aborted_step();
     if (json) {
@@ -54,6 +55,8 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
 absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
   return [job = arguments.positional(0)](Service& service,
                                          bool json) -> absl::StatusOr<std::string> {
+    // What is seen now goes with the request. Read may then repeat it after a lost answer, and the
+    // step is undone only once.
     const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
     if (!now.ok()) return service.SuggestJob(now.status(), job);
     v1::UndoStepRequest request;
@@ -100,6 +103,8 @@ absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
              Service& service, bool json) -> absl::StatusOr<std::string> {
     v1::CloseJobRequest request;
     request.set_name(proto::JobName(job));
+    // The uid goes along: if another job has taken the name since that look at it, that one is not
+    // closed.
     if (!force) {
       BALLAST_ASSIGN_OR_RETURN(const std::string uid, UidOfIdleJob(service, job));
       request.set_uid(uid);

@@ -188,11 +188,13 @@ Json ToJson(const v1::StateSummary& summary) {
 }
 
 int64_t OtherBytes(const v1::MemoryUse& memory) {
+  // shared_bytes are beside the total, and so are not subtracted.
   return memory.total_bytes() - memory.state_bytes() - memory.gradient_bytes() -
          memory.accumulator_bytes() - memory.speculation_bytes() - memory.previous_bytes();
 }
 
 std::string Dump(const Json& json) {
+  // dump writes null for numbers that are not finite: JSON has no word for them.
   return json.dump(2, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace) + "\n";
 }
 

@@ -38,6 +38,7 @@ std::string RanksNamed(const std::vector<int32_t>& ranks) {
 // The phase, and what the step in progress waits for.
 std::string PhaseText(const v1::Job& job) {
   const std::string step = absl::StrCat("step ", job.committed_step() + 1);
+  // Ranks that have not begun the step have not sealed it either, so they are among them.
   std::vector<int32_t> unsealed;
   for (const v1::RankProgress& rank : job.ranks()) {
     if (!rank.sealed()) unsealed.push_back(rank.rank());
@@ -47,6 +48,7 @@ std::string PhaseText(const v1::Job& job) {
   if (job.phase() == v1::READY) more = "between steps";
   if (job.phase() == v1::OPEN) more = absl::StrCat(step, " waits for ", RanksNamed(unsealed));
   if (job.phase() == v1::SEALED) {
+    // A save without memory for second versions holds back the decision until it ends.
     const auto waits_for = absl::c_find_if(
         job.saves(), [](const v1::SaveProgress& save) { return save.holds_back_decisions(); });
     more = waits_for == job.saves().end()
@@ -198,6 +200,7 @@ std::string VoteText(const v1::StepRecord& step) {
 // One line for a run of steps for which the same was voted, from index `first` on.
 std::string VotesText(const v1::Job& job, int first) {
   std::string text;
+  // The run of steps from i on ends before `next`.
   for (int i = first, next; i < job.recent_steps_size(); i = next) {
     const std::string vote = VoteText(job.recent_steps(i));
     next = i + 1;

@@ -69,6 +69,7 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   const absl::StatusOr<std::optional<double>> timeout = arguments.Number("timeout");
   if (!timeout.ok()) return Fail(kWrongUsage, timeout.status(), see, error);
   const double seconds = timeout->value_or(command.timeout_seconds);
+  // Written so that NaN is refused, here and below.
   if (!(seconds > 0)) {
     return Fail(kWrongUsage, absl::InvalidArgumentError("--timeout must be positive"), see, error);
   }
@@ -88,6 +89,7 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
                                                  .tls_cert = arguments.Get("tls-cert", ""),
                                                  .tls_key = arguments.Get("tls-key", ""),
                                                  .token_file = arguments.Get("token-file", "")});
+  // This reads certificates and tokens, so what is wrong with them is found before the call, too.
   const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = NewChannel(address, credentials);
   if (!channel.ok()) return Fail(kWrongUsage, channel.status(), "", error);
   // Bounded: an infinite timeout would overflow the clock.
@@ -95,6 +97,8 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
                   absl::Seconds(std::min(wait->value_or(0), 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);
+  // JSON is ASCII with its control characters escaped (Dump). Text gets that here, once for all
+  // commands.
   output = arguments.Has("json") ? *std::move(text) : Printable(*text, Newlines::kKeep);
   return kDone;
 }
@@ -132,6 +136,7 @@ int Run(const std::vector<std::string>& words, std::string& output, std::string&
     return Fail(kWrongUsage, absl::InvalidArgumentError(why), "; see ballast help", error);
   }
   const std::vector<std::string> rest(words.begin() + 1, words.end());
+  // --help counts wherever it stands, also where arguments are missing.
   if (help || std::find(rest.begin(), rest.end(), "--help") != rest.end()) {
     output = HelpText(command->spec);
     return kDone;

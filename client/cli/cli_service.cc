@@ -35,8 +35,12 @@ absl::Status Service::Explain(const grpc::Status& status) {
         absl::StrCat("the service at ", address_, " did not answer within ",
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
+  // A handshake that fails for a certificate looks like a service that is not there. It gets a
+  // message of its own, which names the file to mend.
   const std::string why = WhyHandshakeFailed(status, address_, credentials_);
   const absl::Time now = clock_.Now();
+  // While certificates are exchanged, the two sides have different ones for a moment, and it is
+  // worth while to try again. A reason that stays for longer does not pass.
   if (why != untrusted_) untrusted_since_ = now;
   untrusted_ = why;
   untrusted_may_pass_ = !why.empty() && now - untrusted_since_ < kRotation;
@@ -44,6 +48,7 @@ absl::Status Service::Explain(const grpc::Status& status) {
     return absl::FailedPreconditionError(
         absl::StrCat("no service answers at ", address_, " that can be trusted: ", why));
   }
+  // Where a service has answered before, advice to start one would mislead.
   if (const std::string cause = proto::CauseOfUnreachable(status); !cause.empty()) {
     return absl::UnavailableError(
         answered_ ? absl::StrCat("the connection to the service at ", address_,
@@ -51,6 +56,7 @@ absl::Status Service::Explain(const grpc::Status& status) {
                   : absl::StrCat("no service answers at ", address_, ": ", cause,
                                  "; start ballastd, or give its address with --service"));
   }
+  // Errors of our services have details. This one is gRPC's: no such method is there.
   if (absl::IsUnimplemented(error) && status.error_details().empty()) {
     return absl::UnimplementedError(absl::StrCat("the service at ", address_,
                                                  " does not know this call; use a ballast of the "
@@ -83,9 +89,11 @@ absl::StatusOr<Response> Service::ReadPages(Stub& stub,
     absl::StatusOr<Response> page = Read(stub, method, request);
     if (!page.ok()) return page.status();
     request.set_page_token(page->next_page_token());
+    // A token that comes a second time would make this loop endless.
     if (!request.page_token().empty() && !tokens.insert(request.page_token()).second) {
       return absl::InternalError("the service lists without an end; use the same versions");
     }
+    // MergeFrom appends lists; of single numbers the last page's stay.
     all.MergeFrom(*page);
     all.clear_next_page_token();
   } while (!request.page_token().empty());
@@ -104,6 +112,7 @@ absl::StatusOr<v1::ListCheckpointsResponse> Service::ListCheckpoints(
 absl::Status Service::SuggestJob(const absl::Status& status, const std::string& job) {
   if (!absl::IsNotFound(status)) return status;
   const absl::StatusOr<v1::ListJobsResponse> response = ListJobs();
+  // The list would only have made the message better, so the first error stands.
   if (!response.ok()) return status;
   std::vector<std::string> names;
   for (const v1::Job& there : response->jobs()) {
@@ -121,6 +130,7 @@ absl::Status Service::ReadState(
       clock_, wait_,
       [&] {
         begin();
+        // gRPC allows a context for one call only.
         grpc::ClientContext context;
         SetDeadline(context);
         return ReadAll<v1::ReadStateResponse>(context, *state_.ReadState(&context, request),
@@ -132,6 +142,7 @@ absl::Status Service::ReadState(
 absl::Status Service::ReadTrace(
     const v1::TraceJobRequest& request,
     const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {
+  // This is not tried again: a second call would trace other steps than those that were waited for.
   grpc::ClientContext context;
   SetDeadline(context);
   return ReadAll(context, *jobs_.TraceJob(&context, request), receive);
@@ -144,6 +155,8 @@ absl::Status Service::ReadAll(grpc::ClientContext& context, grpc::ClientReader<R
   while (reader.Read(&part)) {
     if (absl::Status status = receive(part); !status.ok()) {
       untrusted_may_pass_ = false;  // The error is the receiver's, and no more of the connection.
+      // A stream has to be finished before it is destroyed. Its status is that of our own
+      // cancelling, which says nothing.
       context.TryCancel();
       reader.Finish();
       return status;

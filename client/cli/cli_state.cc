@@ -26,11 +26,13 @@ struct StateRequest {
 
 absl::Status SuggestParameter(Service& service, const absl::Status& status,
                               const StateRequest& request) {
+  // NOT_FOUND may also mean that there is no such job: then GetJob's error says so.
   if (!absl::IsNotFound(status)) return status;
   BALLAST_ASSIGN_OR_RETURN(const v1::Job there, service.GetJob(request.job, true));
   std::vector<std::string> names;
   for (const v1::Parameter& known : there.parameters()) {
     names.push_back(BareName(known.name()));
+    // The parameter is there, so something else was not found: the first error says what.
     if (names.back() == request.parameter) return status;
   }
   return absl::NotFoundError(absl::StrCat("job ", request.job, " has no parameter ",
@@ -43,6 +45,7 @@ absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& requ
   absl::StatusOr<v1::StateSummary> summary =
       service.Read(service.state(), &v1::StateService::Stub::SummarizeState, message);
   if (!summary.ok()) return SuggestParameter(service, summary.status(), request);
+  // The service computes all planes in one pass; the one that was asked for is picked here.
   if (request.plane != v1::PLANE_UNSPECIFIED) {
     v1::StateSummary one = *summary;
     one.clear_planes();
@@ -65,10 +68,13 @@ class PlaneDownload {
 
   // What has arrived before is dropped.
   void Begin() {
+    // The writer removes its unfinished file. Another one may be made only after that
+    // (output_file.h).
     writer_ = nullptr;
     bytes_ = 0;
   }
   absl::Status Receive(const v1::ReadStateResponse& part) {
+    // Only the first part of an answer has the step and the shape.
     if (writer_ == nullptr) {
       step_ = part.step();
       shape_.assign(part.shape().begin(), part.shape().end());

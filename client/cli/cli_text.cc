@@ -15,6 +15,7 @@ namespace ballast::client::cli {
 
 void Table::Add(std::vector<std::string> cells) {
   cells.resize(columns_.size());
+  // Escaped before widths are measured: it makes cells longer.
   for (std::string& cell : cells) cell = Printable(cell);
   rows_.push_back(std::move(cells));
 }
@@ -23,6 +24,7 @@ std::string Table::ToString() const {
   std::vector<size_t> widths;
   for (size_t c = 0; c < columns_.size(); ++c) {
     size_t width = columns_[c].title.size();
+    // Widths are in bytes, so columns are straight only where names are ASCII.
     for (const auto& row : rows_) width = std::max(width, row[c].size());
     widths.push_back(width);
   }
@@ -98,6 +100,7 @@ std::string FormatShape(absl::Span<const int64_t> shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
 
+// The first bucket begins at 10^-12 (PlaneSummary in ballast.proto).
 int MagnitudeExponent(size_t bucket) { return static_cast<int>(bucket) - 12; }
 
 std::string FormatMagnitudes(absl::Span<const int64_t> counts) {
@@ -118,6 +121,7 @@ std::string FormatMagnitudes(absl::Span<const int64_t> counts) {
     const std::string from = i == 0 ? "0" : absl::StrFormat("1e%+03d", exponent);
     const std::string to =
         i + 1 == counts.size() ? "inf" : absl::StrFormat("1e%+03d", exponent + 1);
+    // Rounded up: a decade with a single element still shows one.
     const auto bar = static_cast<int64_t>(
         std::ceil(static_cast<double>(counts[i]) / static_cast<double>(most) * kBarWidth));
     const std::string line = absl::StrFormat("    %5s .. %-5s %15s  %s", from, to,

@@ -24,6 +24,7 @@ namespace ballast::client::cli {
 namespace {
 
 constexpr double kDefaultSteps = 3;
+// As many as the service records (TraceJobRequest.steps).
 constexpr double kMostSteps = 1000;
 
 struct TraceRequest {
@@ -50,6 +51,7 @@ class TraceDownload {
         ++unknown_events_;
         continue;
       }
+      // What follows takes chunks of the layout by the event's number, without a further check.
       if (const absl::Status status = CheckEvent(event, layout_); !status.ok()) {
         return absl::DataLossError(absl::StrCat("the service sent ", status.message()));
       }
@@ -121,11 +123,13 @@ std::string Describe(const TraceRequest& request, const TraceDownload& trace) {
 
 absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request, bool json) {
   const absl::Time start = SteadyNow();
+  // Events have only a chunk's number. The layout says whose it is, and which parameters it has.
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, true));
   BALLAST_ASSIGN_OR_RETURN(const JobSpec spec, proto::FromProto(job));
   BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
   std::vector<bool> shares_memory;
   for (const v1::RankProgress& rank : job.ranks()) shares_memory.push_back(rank.shared_memory());
+  // A file that cannot be made is found now, and not after minutes of waiting.
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<AtomicFile> file, CreateOutputFile(request.out));
   TraceDownload download(spec, layout, std::move(shares_memory), *file);
   v1::TraceJobRequest message;
@@ -134,6 +138,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   const absl::Status read = service.ReadTrace(
       message, [&](const v1::TraceJobResponse& part) { return download.Receive(part); });
   if (!read.ok()) return service.SuggestJob(read, request.job);
+  // The file is not committed, so nothing of it stays.
   if (download.summary().begun() == 0) return NothingBegun(service, request, SteadyNow() - start);
   BALLAST_RETURN_IF_ERROR(download.Finish());
   if (!json) return Describe(request, download);

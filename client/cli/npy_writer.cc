@@ -8,16 +8,21 @@
 namespace ballast::client::cli {
 
 std::string NpyHeader(absl::Span<const int64_t> shape) {
+  // numpy.lib.format describes it: the dictionary is Python source.
   std::string dictionary = "{'descr': '<f4', 'fortran_order': False, 'shape': (";
+  // A tuple of one element has a comma behind it: "(768,)".
   for (size_t i = 0; i < shape.size(); ++i) {
     absl::StrAppend(&dictionary, i == 0 ? "" : " ", shape[i],
                     shape.size() == 1 || i + 1 < shape.size() ? "," : "");
   }
   absl::StrAppend(&dictionary, "), }");
   constexpr size_t kPrefixBytes = 10;  // Magic, version and length.
+  // 1 for the newline that ends the header. NumPy wants the data at a multiple of 64 bytes.
   const size_t unpadded = kPrefixBytes + dictionary.size() + 1;
   dictionary.append((64 - unpadded % 64) % 64, ' ');
   dictionary.push_back('\n');
+  // The length is given, since the text has a zero byte. Version 1.0 has two bytes for the header's
+  // length, the lower one first.
   std::string header("\x93NUMPY\x01\x00", 8);
   header.push_back(static_cast<char>(dictionary.size() & 0xff));
   header.push_back(static_cast<char>(dictionary.size() >> 8));

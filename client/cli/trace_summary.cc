@@ -25,6 +25,7 @@ double SinceBegun(const TracedStep& step, int64_t ns) {
 
 double MegabytesPerSecond(int64_t bytes, int64_t busy_ns) {
   if (bytes == 0 || busy_ns == 0) return kUnknown;
+  // Bytes a nanosecond are GB/s.
   return static_cast<double>(bytes) / static_cast<double>(busy_ns) * 1e3;
 }
 
@@ -51,12 +52,14 @@ bool TraceSummary::ThroughChannel(int rank) const {
 }
 
 TracedStep& TraceSummary::StepOf(const v1::TraceEvent& event) {
+  // The search goes from the end: an event belongs to the latest attempt at its step.
   const auto latest = std::find_if(steps_.rbegin(), steps_.rend(), [&](const TracedStep& step) {
     return step.step == event.step();
   });
   // A step that begins again was aborted: its next attempt has the same number and a row of its
   // own.
   if (event.kind() != v1::BEGUN && latest != steps_.rend()) return *latest;
+  // A step that had begun before the trace comes here, too: its row has no begin.
   return steps_.emplace_back(TracedStep{.step = event.step()});
 }
 

@@ -18,6 +18,7 @@ namespace ballast::client {
 const std::string& DefaultProcessId() {
   static const std::string id = [] {
     char host[256] = "unknown-host";
+    // One byte less than there is: a name that is cut may come without a zero at its end.
     gethostname(host, sizeof(host) - 1);
     std::random_device random;
     const uint64_t bits = (uint64_t{random()} << 32) | random();
@@ -29,7 +30,9 @@ const std::string& DefaultProcessId() {
 absl::Duration TimeForMemory(const JobSpec& job) {
   // 16 bytes each, at a quarter of a GiB a second: a slow machine that does something else, too.
   constexpr double kElementsPerSecond = 16 << 20;
+  // As long as the longest limit of a call (client/transport/grpc_transport.cc).
   constexpr double kMostSeconds = 3600;
+  // In double: the shapes may not have been checked yet, and integers could overflow.
   double elements = 0;
   for (const ParameterSpec& parameter : job.layout.parameters) {
     double product = 1;

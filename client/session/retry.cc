@@ -5,6 +5,7 @@
 namespace ballast::client {
 
 absl::Duration Backoff::Next() {
+  // Cut at the deadline, so that a last attempt is made just then.
   const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(next_, left()));
   // A service that restarts is found soon after, and an absent one is not flooded with calls.
   next_ = std::min(2 * next_, absl::Seconds(1));

@@ -27,6 +27,7 @@ class ArrivedAtService {
     switch (message.kind_case()) {
       case v1::TrainRequest::kBeginStep:
         return message.begin_step().step() == step_;
+      // Also one in shared memory, which is logged with the same header.
       case v1::TrainRequest::kGradient: {
         const v1::GradientHeader& header = message.gradient().header();
         const auto next = next_micro_step_.find(header.chunk());
@@ -67,6 +68,7 @@ class ArrivedAtService {
 
 }  // namespace
 
+// Shared by all Borrowed, because the last one still unlocks it when ~SendLog may return.
 struct SendLog::Lent {
   Mutex mutex;
   CondVar returned;
@@ -81,6 +83,7 @@ class SendLog::Borrowed {
     ++lent_->payloads;
   }
   ~Borrowed() {
+    // Before the count, so that ~SendLog returns after the last of these calls.
     if (released_) released_();
     MutexLock lock(lent_->mutex);
     --lent_->payloads;
@@ -110,6 +113,7 @@ void SendLog::SendOnStream(Entry& entry) {
   } else if (!entry.shared.empty()) {
     stream_->SendSharedGradient(entry.message.gradient().header());
   } else {
+    // Two owners: the entry until the service has the bytes, the stream until it lets go of them.
     stream_->SendGradient(entry.message.gradient().header(), entry.payload,
                           [borrowed = entry.borrowed]() mutable { borrowed.reset(); });
   }
@@ -148,6 +152,7 @@ absl::Status SendLog::SendGradient(const v1::GradientHeader& header,
   // A payload larger than the whole window is sent alone.
   while (closed_.ok() && unacknowledged_bytes_ > 0 &&
          unacknowledged_bytes_ + bytes > limit_bytes_) {
+    // Looked at after the condition, which may have come true with the deadline.
     if (!in_time) {
       return absl::DeadlineExceededError(absl::StrCat("the service left ", unacknowledged_bytes_,
                                                       " payload bytes unacknowledged for ",
@@ -167,9 +172,11 @@ absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
                                          absl::Span<const std::byte> place,
                                          std::function<void()> released) {
   {
-    // Constructed before the lock is taken, so that it is destroyed after the lock is released.
+    // Declared before the lock is taken, so that it is destroyed after the lock is released.
     std::shared_ptr<Borrowed> borrowed;
     MutexLock lock(mutex_);
+    // Tested under the lock under which it is logged: SharesNothing turns what is logged before it
+    // into gradients with bytes, and nothing may be logged as shared after it.
     if (!shares_nothing_) {
       borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
       if (!closed_.ok()) return closed_;
@@ -179,6 +186,7 @@ absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
       return absl::OkStatus();
     }
   }
+  // Without the lock, because this may wait for room.
   return SendGradient(header, place, std::move(released));
 }
 
@@ -186,6 +194,7 @@ void SendLog::SharesNothing() {
   MutexLock lock(mutex_);
   shares_nothing_ = true;
   for (Entry& entry : entries_) {
+    // They may exceed the window, which then only holds back later gradients.
     unacknowledged_bytes_ += static_cast<int64_t>(entry.shared.size());
     if (!entry.shared.empty()) entry.payload = std::exchange(entry.shared, {});
   }
@@ -214,6 +223,7 @@ void SendLog::SealRefused(StepAttempt at) {
   if (!seal_.has_value()) return;
   // The refusal of an older attempt's may come late.
   if (StepAttempt(seal_->seal().step(), seal_->seal().attempt()) != at) return;
+  // A vote was on the norm of this seal, and is void with it.
   seal_.reset();
   vote_.reset();
 }
@@ -221,6 +231,7 @@ void SendLog::SealRefused(StepAttempt at) {
 void SendLog::VoteRefused(StepAttempt at) {
   MutexLock lock(mutex_);
   if (seal_.has_value() && StepAttempt(seal_->seal().step(), seal_->seal().attempt()) == at) {
+    // Sent again on a new stream, the seal would otherwise cast the void vote once more.
     seal_->mutable_seal()->clear_vote();
   }
   if (vote_.has_value() && StepAttempt(vote_->vote().step(), vote_->vote().attempt()) == at) {
@@ -264,6 +275,7 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   MutexLock lock(mutex_);
   if (!closed_.ok()) return resumed;
   stream_ = &stream;
+  // LogAndSend appends to entries_: what is sent again is logged anew, in its old order.
   before.swap(entries_);
   for (Entry& entry : before) {
     // The last ones are sent below.
@@ -277,6 +289,8 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
       LogAndSend(std::move(entry));
     }
   }
+  // After the gradients, and in this order: a seal is refused before what it seals is there, and a
+  // vote before its seal.
   // A seal of a step that is over is not sent again.
   if (seal_.has_value() && seal_->seal().step() > opened.committed_step()) {
     ++resumed.sent;
@@ -300,6 +314,7 @@ void SendLog::Close(const absl::Status& status) {
   MutexLock lock(mutex_);
   if (!closed_.ok()) return;
   closed_ = status;
+  // What the transport is still reading stays borrowed until it lets go.
   dropped.swap(entries_);
   unacknowledged_bytes_ = 0;
   room_.NotifyAll();

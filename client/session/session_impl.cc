@@ -1,6 +1,7 @@
 #include "client/session/session_impl.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -18,6 +19,7 @@
 namespace ballast::client {
 namespace {
 
+// For a small job. TimeForMemory is added, because the service answers once it has made the memory.
 constexpr absl::Duration kLongestWaitForSharedMemory = absl::Seconds(10);
 
 absl::Status CheckOptions(const SessionOptions& options) {
@@ -53,9 +55,13 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       options_(std::move(options)),
       layout_(std::move(layout)),
       places_(layout_.chunks().size()),
+      // Without `weights` the memory exists wherever weights can come: TakeWeightsMemory has made
+      // it, or Open has failed; and a session that takes no steps gets no weights.
       weights_at_([this](int chunk) {
         return options_.weights ? options_.weights(chunk) : weights_memory_->at(chunk);
       }),
+      // The callback first: whoever Arrived wakes relies on what it has done. The C interface hands
+      // the chunk to its copies there.
       on_weights_([this](int chunk) {
         if (options_.on_weights) options_.on_weights(chunk);
         progress_.Arrived(chunk);
@@ -64,8 +70,12 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       log_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
+  // Pushes first: they use the members that go next, and one that waits for room would wait in vain
+  // once there is no stream to acknowledge anything.
   EndPushes();
   pushes_.AwaitNone();
+  // After this nothing calls back into the session. The log, which is destroyed next, waits for the
+  // bytes that the transport still has; the shared memory that they may lie in goes after it.
   keeper_.reset();
 }
 
@@ -93,6 +103,7 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
 
 absl::Status SessionImpl::Start(absl::Time deadline) {
   SessionOptions options = options_;
+  // This limits the attempts. A rank that waits for rank 0 does so within Join, up to the deadline.
   const absl::Duration limit = std::min(options_.reconnect_timeout, deadline - clock_.Now());
   return Retry(
       clock_, limit, [&] { return TryToStart(options, deadline); },
@@ -106,12 +117,15 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
 }
 
 absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadline) {
+  // The stream of an attempt before this one ends first: its thread uses what is replaced below.
   keeper_.reset();
   BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options, deadline));
   // This process has the rank now. Another attempt must get the same job, and must not take the
   // rank from a process that has replaced this one.
   options.job_uid = attached_.uid();
   options.rejoin = true;
+  // These are of the step at which the rank attached. A stream that opens at another step is an
+  // error (StreamKeeper::Open), after which this is all done again.
   trainer_state_ = attached_.job().trainer_state();
   last_step_applied_ = true;
   if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
@@ -120,6 +134,8 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
   attached_.clear_job();  // A job's description can be large, and is no longer needed.
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
+  // Both before the stream: its open message says whether weights stay in shared memory, and
+  // whether there is memory for provisional ones.
   ShareMemory(attached_.shared_memory(), deadline);
   BALLAST_RETURN_IF_ERROR(TakeWeightsMemory());
   keeper_ = std::make_unique<StreamKeeper>(
@@ -134,6 +150,7 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
 
 // Each attachment has its own offer. If anything fails, the stream carries everything.
 void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline) {
+  // Then its places lie in the mapping that goes. Memory of the session's own stays.
   if (shared_memory_ != nullptr) weights_memory_.reset();
   shared_memory_ = nullptr;
   if (!attached_.has_shared_memory()) return;
@@ -260,6 +277,8 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   for (const auto& [group, overrides] : settings.overrides) {
     (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
   }
+  // Before the message leaves: the answers to it are checked against the step in progress, and
+  // another thread may receive them before Send returns.
   progress_.Begin(step);
   guesses_ = false;
   places_.FreeAll();  // The previous step is over, so the service reads none of its gradients.
@@ -294,8 +313,10 @@ absl::Status SessionImpl::CheckPush(const GradientPush& push, StepAttempt at) co
 bool SessionImpl::PushInPlace(GradientPush& push) {
   if (shared_memory_ == nullptr || push.empty) return false;
   const absl::Span<std::byte> place = shared_memory_->gradient(push.chunk);
+  // The trainer has asked for the place (gradient_memory) and has written it there.
   if (push.payload.data() == place.data()) return true;
   const uint64_t use = places_.Take(push.chunk);
+  // The trainer has the place, or an earlier copy is still there: the bytes go through the stream.
   if (use == 0) return false;
   std::memcpy(place.data(), push.payload.data(), place.size());
   if (push.released) push.released();
@@ -326,6 +347,8 @@ absl::Status SessionImpl::Push(GradientPush push) {
   header.set_micro_step_end(push.micro_step_end);
   header.set_final(push.final);
   header.set_may_guess(push.may_guess);
+  // Before the message leaves: provisional weights may come as soon as it has arrived, and a
+  // chunk's may come twice only where this is set.
   if (push.may_guess) guesses_ = true;
   header.set_empty(push.empty);
   const absl::Status sent =
@@ -399,6 +422,8 @@ absl::StatusOr<StepNorm> SessionImpl::Seal(uint32_t micro_steps) {
 
 absl::StatusOr<StepDecision> SessionImpl::Vote(const StepVote& vote) {
   BALLAST_RETURN_IF_ERROR(CheckInStep("Vote"));
+  // Before StartVote, after which a vote counts as sent: one that is refused later than that would
+  // be waited for in vain, and the next one would not be sent.
   BALLAST_RETURN_IF_ERROR(CheckVote(vote));
   absl::StatusOr<bool> start = progress_.StartVote();
   if (!start.ok()) return Annotate(start.status(), Context());
@@ -436,6 +461,8 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
       for (const v1::RankProgress& rank : job->ranks()) {
         if (!(voting ? rank.voted() : rank.sealed())) ranks.push_back(rank.rank());
       }
+      // If no rank is awaited, the service itself may hold the decision back, for a save that has
+      // no memory for second versions.
       for (const v1::SaveProgress& save : job->saves()) {
         if (!ranks.empty() || !save.holds_back_decisions()) continue;
         return Annotate(
@@ -486,6 +513,8 @@ absl::Status SessionImpl::ReceiveWeights() {
     return Annotate(seconds.status(), Context());
   }
   update_seconds_ = *seconds;
+  // In this order: the stream may be reopened between the two lines, and of a rank without an open
+  // step OnAttachedAgain expects that it is at the service's committed step.
   committed_step_ = progress_.step();
   progress_.End();
   return absl::OkStatus();

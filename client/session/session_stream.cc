@@ -87,6 +87,7 @@ absl::Status SessionImpl::OnNorm(const v1::StepNorm& message) {
 
 absl::Status SessionImpl::OnVoteRefused(const v1::VoteRefused& refused) {
   const StepAttempt at = {refused.step(), refused.attempt()};
+  // As above: the trainer, once notified, may vote again, and that vote has to stay.
   log_.VoteRefused(at);
   return progress_.VoteRefused(at, ToStatus(refused));
 }
@@ -117,6 +118,8 @@ absl::Status SessionImpl::Decide(StepDecision decision) {
 
 absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
   BALLAST_RETURN_IF_ERROR(Decide(ToDecision(message)));
+  // What is published is no longer provisional. So the call after it drops the rest only: the
+  // weights of dropped chunks, and all of a skipped step.
   const absl::Status published =
       message.applied() ? PublishProvisionalWeights(message) : absl::OkStatus();
   DropProvisionalWeights();
@@ -128,6 +131,7 @@ absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
 absl::Status SessionImpl::OnProvisionalWeights(const v1::WeightHeader& header,
                                                PayloadPieces payload) {
   const StepProgress::Standing standing = progress_.standing();
+  // Otherwise there is no memory for them, or the trainer may be reading what they would overwrite.
   if (!may_speculate() || standing.step != header.step() || standing.decided) {
     return absl::InternalError(absl::StrCat(
         "the service sent provisional weights of step ", header.step(), " while this rank ",
@@ -175,6 +179,7 @@ void SessionImpl::DropProvisionalWeights() {
 absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPieces payload) {
   if (header.provisional()) return OnProvisionalWeights(header, payload);
   const std::optional<StepDecision> decision = progress_.decision();
+  // Without that decision the trainer's memory still has the weights that it works with.
   if (!decision.has_value() || !decision->applied || decision->step != header.step()) {
     return absl::InternalError(absl::StrCat("the service sent weights of step ", header.step(),
                                             ", which has no decision that applies it"));
@@ -191,6 +196,7 @@ absl::Status SessionImpl::OnSharedWeights(const v1::SharedWeights& message) {
   header.set_provisional(message.provisional());
   for (const uint32_t chunk : message.chunks()) {
     header.set_chunk(chunk);
+    // A chunk of another rank has an empty place, and OnWeights refuses it.
     BALLAST_RETURN_IF_ERROR(OnWeights(header, {weights_memory_->at(chunk)}));
   }
   return absl::OkStatus();
@@ -198,6 +204,7 @@ absl::Status SessionImpl::OnSharedWeights(const v1::SharedWeights& message) {
 
 absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
   const std::optional<StepDecision> decision = progress_.decision();
+  // The service sends this after the rank's last chunk: what is missing now never comes.
   if (decision.has_value() && decision->applied && sink_.missing_chunks() > 0) {
     return absl::DataLossError(absl::StrCat("step ", committed.step(), " was committed, but ",
                                             sink_.missing_chunks(),
@@ -224,6 +231,8 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
     return FinishStep(standing, attached.job(), limit);
   }
   // The step is still open: the log sends what the service does not have.
+  // After a decision it cannot be: attaching waits for an update that is under way. A service that
+  // is still at the step before has lost the decision.
   if (standing.step != 0 && service + 1 == standing.step && !standing.decided) {
     return absl::OkStatus();
   }
@@ -237,6 +246,7 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
 
 absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
                                      absl::Duration limit) {
+  // Everything has come; only the trainer's ReceiveWeights, which needs no stream, is missing.
   if (standing.committed) return absl::OkStatus();
   if (!standing.decided) {
     const v1::StepRecord* record = nullptr;
@@ -250,6 +260,8 @@ absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, con
     }
     BALLAST_RETURN_IF_ERROR(Decide(ToDecision(*record)));
   }
+  // Only the chunks that the old stream did not bring. If the read breaks off, the next attempt
+  // comes here again, with fewer of them missing.
   if (progress_.decision()->applied && sink_.missing_chunks() > 0) {
     std::optional<uint64_t> step = standing.step;
     BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step, limit), "reading weights"));

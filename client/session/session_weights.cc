@@ -64,6 +64,8 @@ absl::Status SessionImpl::Upload(
                                                              state.update_counts.end());
     planes = PlanesByGroup(options_.job);
   }
+  // Before the upload: with the last rank's part the job is at this step, and a stream that is
+  // reopened after that must find the same step here (OnAttachedAgain).
   if (awaiting_weights_) committed_step_ = state.step;  // Once the job has them.
   int attempts = 0;
   absl::StatusOr<v1::UploadWeightsResponse> response;
@@ -116,6 +118,8 @@ absl::Status SessionImpl::ReadWeights() {
   awaiting_weights_ = false;
   // An empty list would mean all chunks.
   if (layout_.chunks_of_rank(options_.rank).empty()) return absl::OkStatus();
+  // A sink of this call's own, because sink_ is the stream's; and the trainer's callback, because
+  // on_weights_ would count the chunks among those of a step.
   WeightSink sink(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights);
   sink.Begin();
   std::optional<uint64_t> step;
@@ -138,6 +142,7 @@ absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>
   request.set_name(proto::JobName(options_.job.name));
   request.set_uid(attached_.uid());
   request.set_rank(options_.rank);
+  // The service refuses if another step is committed by now, so weights of two steps never mix.
   if (step.has_value()) request.set_step(*step);
   for (int chunk : sink.ListMissing()) request.add_chunks(static_cast<uint32_t>(chunk));
   BALLAST_ASSIGN_OR_RETURN(
@@ -204,6 +209,8 @@ absl::StatusOr<uint64_t> SessionImpl::UndoStep() {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UndoStep"));
   v1::UndoStepRequest request;
   request.set_name(proto::JobName(options_.job.name));
+  // With step and generation the request may be repeated: a repetition gets the answer of the
+  // first, and undoes nothing more.
   request.set_step(committed_step_);
   *request.mutable_generation() = attached_.generation();
   if (!options_.takes_steps) {  // Others do, unnoticed.

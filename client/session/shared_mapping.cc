@@ -54,6 +54,7 @@ absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) 
   }
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  // SOCK_SEQPACKET keeps the bounds of messages, so none has to be put together from parts.
   FileDescriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (connection.number() < 0) return Failed("cannot make a socket for shared memory");
   const std::chrono::milliseconds left = Left(deadline);
@@ -66,10 +67,12 @@ absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) 
   while (connect(connection.number(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
     if (errno == EINTR && !Passed(deadline)) continue;
     constexpr absl::string_view kUnreachable = "cannot reach the service's shared memory";
+    // connect on a unix socket says this when SO_SNDTIMEO has passed.
     if (errno == EAGAIN) {
       return absl::UnavailableError(
           absl::StrCat(kUnreachable, ": it accepted no connection in time"));
     }
+    // Nobody listens under this abstract name in this network namespace.
     if (errno == ECONNREFUSED) {
       return absl::NotFoundError(absl::StrCat(
           kUnreachable, ": no process listens on this host; memory is shared only on one host"));
@@ -111,11 +114,14 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
   message.msg_control = control.data();
   message.msg_controllen = control.size();
   ssize_t received;
+  // MSG_DONTWAIT: AwaitAnswer has waited, and a wait in here would have no limit.
   do {
     received = recvmsg(connection, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   } while (received < 0 && errno == EINTR);
   if (received < 0) return Failed("receiving shared memory");
   Answer answer;
+  // Before anything is refused: a descriptor that has arrived is open in this process, and stays so
+  // until its owner here closes it.
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr;
        part = CMSG_NXTHDR(&message, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
@@ -134,9 +140,11 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
 }
 
 absl::StatusOr<FileDescriptor> TakeFile(Answer answer) {
+  // The end of the connection reads as a message without bytes.
   if (answer.text.empty()) {
     return absl::UnavailableError("the service closed the connection for shared memory");
   }
+  // Escaped, because the service's words go into the log of this process.
   if (answer.text[0] == proto::kSharedMemoryRefused) {
     return absl::FailedPreconditionError(
         absl::StrCat("the service refused: ", absl::CHexEscape(answer.text.substr(1))));
@@ -161,6 +169,7 @@ absl::Status CheckFile(int file, int64_t size_bytes) {
                         "is of type %#x",
                         static_cast<uint64_t>(system.f_type)));
   }
+  // The seals before the size: without them it could change after it was looked at.
   const int seals = fcntl(file, F_GET_SEALS);
   constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
   if (seals < 0 || (seals & kNeeded) != kNeeded) {
@@ -211,6 +220,7 @@ absl::StatusOr<std::unique_ptr<SharedMapping>> SharedMapping::Connect(
   }
   const Deadline deadline = SteadyDeadline(limit);
   BALLAST_ASSIGN_OR_RETURN(FileDescriptor connection, Dial(offer.socket(), deadline));
+  // MSG_NOSIGNAL: a service that has hung up must not end this process by SIGPIPE.
   if (send(connection.number(), token.data(), token.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(token.size())) {
     return Failed("sending the token for shared memory");
@@ -229,6 +239,7 @@ SharedMapping::SharedMapping(RankMemoryLayout places, FileDescriptor connection,
     : places_(std::move(places)), connection_(std::move(connection)), memory_(memory) {}
 
 SharedMapping::~SharedMapping() {
+  // In this order: at the connection's end the service takes the pages back.
   munmap(memory_, static_cast<size_t>(places_.size_bytes()));
   shutdown(connection_.number(), SHUT_RDWR);  // A forked process may have the descriptor too.
 }

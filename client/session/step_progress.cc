@@ -16,6 +16,7 @@ absl::Status TimedOut(const char* awaited, absl::Duration limit) {
 }  // namespace
 
 void StepProgress::Forget() {
+  // attempt_, newest_ and discard_is_told_ stay, because they reach beyond one attempt.
   step_ = 0;
   discarding_ = false;
   seal_is_out_ = false;
@@ -33,6 +34,7 @@ void StepProgress::Begin(uint64_t step) {
   Forget();
   discard_is_told_ = true;
   step_ = step;
+  // What comes of anything older is late from now on.
   newest_ = {step, attempt_};
 }
 
@@ -77,6 +79,8 @@ bool StepProgress::StartSeal(bool with_vote) {
   MutexLock lock(mutex_);
   // One seal at a time: a later Seal waits for the answer to the one that was sent.
   if (seal_is_out_ || decision_.has_value()) return false;
+  // A norm that came after a call had given up waiting is what this call returns. Should its seal
+  // have been refused since, StartVote says so.
   if (norm_.has_value() && !norm_is_told_) return false;
   norm_.reset();
   seal_is_out_ = true;
@@ -88,6 +92,8 @@ bool StepProgress::StartSeal(bool with_vote) {
 absl::StatusOr<bool> StepProgress::StartVote() {
   MutexLock lock(mutex_);
   if (decision_.has_value() || vote_is_out_) return false;
+  // The seal was refused, perhaps after its norm had come, because another rank has discarded the
+  // attempt. A vote decides nothing then.
   if (!seal_is_out_ && refusal_.has_value()) return *refusal_;
   if (!norm_.has_value()) {
     return absl::FailedPreconditionError("Vote before Seal has returned the norm");
@@ -147,6 +153,7 @@ absl::Status StepProgress::VoteRefused(StepAttempt at, absl::Status why) {
     return status;
   }
   refusal_ = std::move(why);
+  // seal_is_out_ stays true: the step is still sealed, and only the vote has to come again.
   vote_is_out_ = false;
   awaited_ranks_.clear();
   changed_.NotifyAll();
@@ -155,6 +162,7 @@ absl::Status StepProgress::VoteRefused(StepAttempt at, absl::Status why) {
 
 absl::Status StepProgress::Discarded(StepAttempt at) {
   MutexLock lock(mutex_);
+  // Only the answer to a discard of its own moves a rank to another attempt, and by one.
   if (!discarding_ || at.attempt != attempt_ + 1) {
     return absl::InternalError(absl::StrCat("the service has discarded up to attempt ", at.attempt,
                                             " of step ", at.step, discarding_ ? "" : ", unasked,",
@@ -174,6 +182,7 @@ void StepProgress::Waiting(uint64_t step, std::vector<int> ranks) {
 
 absl::Status StepProgress::Decided(StepDecision decision) {
   MutexLock lock(mutex_);
+  // The step alone is checked: it is decided once, and a decision names no attempt.
   if (absl::Status status = CheckStep("the decision", decision.step); !status.ok()) return status;
   decision_ = std::move(decision);
   discarding_ = false;  // It came too late, and this is the answer.
@@ -188,6 +197,7 @@ absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
     return absl::InternalError(
         absl::StrCat("the service committed step ", step, " before its decision"));
   }
+  // That it has a value means that the step is committed.
   update_seconds_ = update_seconds;
   changed_.NotifyAll();
   return absl::OkStatus();
@@ -221,6 +231,7 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
     if (decision_.has_value()) return *decision_;
     if (!failure_.ok()) return failure_;
     if (refusal_.has_value()) return *refusal_;
+    // Last, as in the waits below: what came with the deadline still counts.
     if (!in_time) return TimedOut("the decision", limit);
     in_time = changed_.WaitUntil(mutex_, deadline);
   }
@@ -255,6 +266,7 @@ absl::Status StepProgress::AwaitDiscarded(absl::Duration limit) {
                        "weights"));
     }
     if (!discarding_) {
+      // From here on a Discard is another one: see StartDiscard.
       discard_is_told_ = true;
       return absl::OkStatus();
     }
@@ -277,6 +289,7 @@ absl::Status StepProgress::AwaitWeights(absl::Span<const int> chunks, absl::Dura
   bool in_time = true;
   for (;;) {
     if (!decision_.has_value()) return absl::FailedPreconditionError("no step is decided");
+    // A skipped step brings no weights, and at the end of an applied one all are there.
     if (!decision_->applied || update_seconds_.has_value()) return absl::OkStatus();
     if (!failure_.ok()) return failure_;
     if (HaveArrived(chunks)) return absl::OkStatus();

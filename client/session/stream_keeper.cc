@@ -38,6 +38,7 @@ StreamKeeper::~StreamKeeper() {
     transport_.CancelCalls();  // The thread may be in a call that a silent service does not answer.
     thread_.join();
   }
+  // Only now, because the thread may have been opening another one.
   stream_.reset();
 }
 
@@ -58,7 +59,8 @@ void StreamKeeper::End(const absl::Status& status) {
 }
 
 bool StreamKeeper::MayHeal(const absl::Status& status) const {
-  if (settings_.reconnect_timeout <= absl::ZeroDuration()) return false;
+  if (settings_.reconnect_timeout <= absl::ZeroDuration() || !transport_.CanReconnect())
+    return false;
   switch (status.code()) {
     case absl::StatusCode::kOk:
     case absl::StatusCode::kUnavailable:
@@ -89,6 +91,7 @@ void StreamKeeper::OnMessage(const v1::TrainResponse& message, PayloadPieces pay
       outage_is_over_ = true;
     }
   }
+  // Without the lock: the log runs `released`, and the user the trainer's callbacks.
   const absl::Status status = message.has_acknowledged()
                                   ? log_.Acknowledge(message.acknowledged().messages())
                                   : user_.OnMessage(message, payload);
@@ -96,11 +99,11 @@ void StreamKeeper::OnMessage(const v1::TrainResponse& message, PayloadPieces pay
 }
 
 void StreamKeeper::OnClosed(const absl::Status& status) {
-  const bool may_heal = MayHeal(status) && transport_.CanReconnect();
+  const bool may_heal = MayHeal(status);
   {
     MutexLock lock(mutex_);
     if (stopping_) return;
-    if (!opened_.has_value() || may_heal) {
+    if (opening_ || !opened_.has_value() || may_heal) {
       // The thread that opens or reopens the stream handles this.
       closed_ = status;
       changed_.NotifyAll();
@@ -114,10 +117,19 @@ void StreamKeeper::OnClosed(const absl::Status& status) {
 
 absl::Status StreamKeeper::Open(absl::Duration limit) {
   BALLAST_ASSIGN_OR_RETURN(const v1::Opened opened, OpenStream(limit));
+  // The owner has read the trainer's state and the last record at the step of the settings.
+  // Attaching again gets those of the newer one.
   if (opened.committed_step() != settings_.committed_step) {
     return absl::UnavailableError(
         absl::StrCat("the service went from step ", settings_.committed_step, " to ",
                      opened.committed_step(), " while the stream was being opened"));
+  }
+  {
+    MutexLock lock(mutex_);
+    // It may have ended since it opened. That is an error of this call, not of the session: the
+    // owner may try again with the same log and the same trainer's calls.
+    if (closed_.has_value() && !MayHeal(*closed_)) return WhyItEnded(*closed_);
+    opening_ = false;
   }
   open_since_ = clock_.Now();
   log_.Resume(*stream_, opened);
@@ -149,6 +161,7 @@ absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
 void StreamKeeper::DropStream() {
   log_.Detach();  // First, because the log sends on the stream.
   stream_.reset();
+  // After the stream's end, because its last call, OnClosed, sets closed_.
   MutexLock lock(mutex_);
   opened_.reset();
   closed_.reset();
@@ -203,11 +216,14 @@ void StreamKeeper::Reopen() {
 }
 
 absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
+  // First: only when the old stream's thread has ended may this thread call the user.
   DropStream();
   const absl::Time deadline = clock_.Now() + limit;
   const auto left = [&] { return std::max(deadline - clock_.Now(), absl::ZeroDuration()); };
   BALLAST_ASSIGN_OR_RETURN(const v1::AttachWorkerResponse attached, AttachAgain(left()));
+  // While the log has no stream, and before the next one's open message, which says it.
   DoWithoutSharedMemory(attached.job());
+  // Before the log sends again: if the step was decided meanwhile, the user empties the log.
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
   const absl::StatusOr<v1::Opened> opened = OpenStream(left());
   if (absl::IsAborted(opened.status()) && ReasonOf(opened.status()) != reason::kRankReplaced) {
@@ -249,6 +265,7 @@ absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duratio
   request.set_rank(settings_.open.rank());
   request.set_process_id(settings_.open.process_id());
   request.set_uid(settings_.open.uid());
+  // With these two the service never takes the rank from a process that has replaced this one.
   *request.mutable_generation() = settings_.open.generation();
   request.set_rejoin(true);
   BALLAST_ASSIGN_OR_RETURN(v1::AttachWorkerResponse attached,
@@ -262,6 +279,7 @@ absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duratio
   }
   const Generation expected = proto::FromProto(settings_.open.generation());
   const Generation found = proto::FromProto(attached.generation());
+  // The service compares them, too. What is logged here must not meet another generation.
   if (found != expected) {
     return absl::AbortedError(absl::StrCat("the job is at generation ", ToString(found), ", not ",
                                            ToString(expected), "; open the session again"));

@@ -100,6 +100,7 @@ class StreamKeeper final : private TrainListener {
   Mutex mutex_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool opening_ ABSL_GUARDED_BY(mutex_) = true;  // Open has not returned OK.
   absl::Status why_stopping_ ABSL_GUARDED_BY(mutex_) =
       absl::CancelledError("the session was closed");  // Unless it ended.
   bool outage_is_over_ ABSL_GUARDED_BY(mutex_) = true;

@@ -46,6 +46,7 @@ absl::Status WeightSink::Place(const v1::WeightHeader& header, PayloadPieces pay
                                                    ", whose weights are ", wanted, " bytes"));
   }
   CopyPieces(payload, memory.data());
+  // From here on the chunk is the trainer's: should it come again, it is refused above.
   expected_[chunk] = false;
   --missing_chunks_;
   if (on_weights_) on_weights_(static_cast<int>(chunk));

@@ -17,6 +17,8 @@ absl::StatusOr<WeightsMemory> WeightsMemory::Reserve(const Layout& layout,
   };
   size_t total_bytes = 0;
   for (int chunk : layout.chunks_of_rank(rank)) total_bytes += bytes_of(chunk);
+  // Compared beforehand, because an allocation may succeed and its pages be missing when they are
+  // touched: the kernel gives out more addresses than it has memory.
   if (static_cast<int64_t>(total_bytes) > available_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat("there is no memory for ", total_bytes,
                                                      " bytes of weights; ", available_bytes,
@@ -46,6 +48,7 @@ WeightsMemory WeightsMemory::In(const SharedMapping& shared, const Layout& layou
 absl::Status WeightsMemory::KeepProvisional(const v1::WeightHeader& header, PayloadPieces payload) {
   const size_t chunk = header.chunk();
   const absl::Span<std::byte> place = at(chunk);
+  // A chunk comes twice only after a push that may_guess; the caller has dropped the first then.
   if (place.empty() || kept_[chunk]) {
     return absl::DataLossError(absl::StrCat("provisional weights of chunk ", chunk,
                                             " arrived, which this rank does not expect",

@@ -12,6 +12,7 @@ BlockingCall::BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::st
     : entry_(calls, context_), stub_(std::move(channel)) {
   context_.set_deadline(proto::Deadline(limit));
   call_ = stub_.PrepareCall(&context_, method, &queue_);
+  // One operation is under way at a time, so this object can be the tag of all of them.
   call_->StartCall(this);
   Wait();  // If the call has already failed, the next operation returns false.
 }
@@ -32,6 +33,7 @@ BlockingCall::~BlockingCall() {
 bool BlockingCall::Wait() {
   void* tag = nullptr;
   bool ok = false;
+  // It needs no limit: the call's deadline, and a cancellation, end every operation.
   return queue_.Next(&tag, &ok) && ok;
 }
 

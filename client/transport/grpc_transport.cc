@@ -44,6 +44,7 @@ void SendWeights(BlockingCall& call, uint64_t step, absl::Span<const int> chunks
     v1::WeightHeader header;
     header.set_step(step);
     header.set_chunk(static_cast<uint32_t>(chunk));
+    // One chunk at a time, so that an upload takes no second copy of the state.
     const auto values = std::make_shared<std::vector<float>>(fill(chunk));
     const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values->data()),
                                            values->size() * sizeof(float));
@@ -95,6 +96,7 @@ class GrpcTransport final : public Transport {
       SendWeights(call, open.first_state().step(), chunks, fill);
     }
     grpc::ByteBuffer answer;
+    // Looked at after Finish: a status says more than that there is no answer.
     const bool answered = call.Read(&answer);
     BALLAST_RETURN_IF_ERROR(call.Finish());
     v1::UploadWeightsResponse response;
@@ -123,7 +125,9 @@ class GrpcTransport final : public Transport {
     while (call.Read(&bytes)) {
       BALLAST_ASSIGN_OR_RETURN(const auto frame, proto::ParseReadWeightsResponse(bytes));
       if (frame.message.kind_case() == v1::ReadWeightsResponse::kStep) step = frame.message.step();
+      // Also a kind of a newer service.
       if (frame.message.kind_case() != v1::ReadWeightsResponse::kWeights) continue;
+      // After an error the call's destructor cancels the rest.
       BALLAST_RETURN_IF_ERROR(place(frame.message.weights().header(), frame.payload.pieces()));
     }
     BALLAST_RETURN_IF_ERROR(call.Finish());

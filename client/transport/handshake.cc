@@ -31,12 +31,14 @@ class WithoutSigPipe {
   WithoutSigPipe() {
     sigemptyset(&pipe_);
     sigaddset(&pipe_, SIGPIPE);
+    // One that is pending already is the program's own, and stays.
     sigset_t pending;
     sigpending(&pending);
     was_pending_ = sigismember(&pending, SIGPIPE) == 1;
     pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
   }
   ~WithoutSigPipe() {
+    // A signal of a write in between is taken before the old mask would let it through.
     const timespec now = {};
     if (!was_pending_) sigtimedwait(&pipe_, nullptr, &now);
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
@@ -76,6 +78,7 @@ std::string Meaning(absl::string_view words, const Credentials& credentials) {
                         credentials.tls_ca, "), or correct the address");
   }
   if (said("alert certificate required")) return NeedsCertificate();
+  // The rest is about this client's certificate.
   if (credentials.tls_cert.empty()) return "";
   if (said("alert certificate expired")) {
     return absl::StrCat("this client's certificate, ", credentials.tls_cert,
@@ -97,9 +100,11 @@ class Handshake {
   // takes.
   Handshake(const std::string& address, const std::string& target, const Credentials& credentials)
       : credentials_(credentials), context_(SSL_CTX_new(TLS_client_method()), SSL_CTX_free) {
+    // OpenSSL's errors are the thread's: what other code has left there would mislead.
     ERR_clear_error();
     if (context_ == nullptr || !UseFiles()) return;
     SSL_CTX_set_verify(context_.get(), SSL_VERIFY_PEER, nullptr);
+    // The authority in tls_ca may be one that another authority has signed.
     X509_STORE_set_flags(SSL_CTX_get_cert_store(context_.get()), X509_V_FLAG_PARTIAL_CHAIN);
     SSL_CTX_set_cert_cb(
         context_.get(),
@@ -108,6 +113,7 @@ class Handshake {
           return 1;
         },
         &asked_);
+    // A gRPC server closes a connection on which ALPN has not agreed on HTTP/2.
     static constexpr unsigned char kHttp2[] = {2, 'h', '2'};
     SSL_CTX_set_alpn_protos(context_.get(), kHttp2, sizeof(kHttp2));
     connection_.reset(BIO_new_ssl_connect(context_.get()));
@@ -129,6 +135,8 @@ class Handshake {
     const WithoutSigPipe without_signal;
     if (session_ == nullptr) return "";
     if (!Do([&] { return BIO_do_handshake(connection_.get()); }, deadline)) return WhatWasSaid();
+    // A refusal may come only now (TLS 1.3). A service that admits this client sends HTTP/2's
+    // SETTINGS first of all (RFC 9113, 3.4).
     char byte = 0;
     const bool admitted = Do([&] { return BIO_read(connection_.get(), &byte, 1); }, deadline);
     if (admitted || is_late_) return "";

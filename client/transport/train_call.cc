@@ -31,6 +31,7 @@ class GrpcTrainCall final : public TrainCall {
   }
 
   ~GrpcTrainCall() override {
+    // It ends all operations; the call then finishes, and Run returns.
     context_.TryCancel();
     thread_.join();
   }
@@ -106,6 +107,8 @@ class GrpcTrainCall final : public TrainCall {
         break;
       case Event::kRead:
         if (ok) {
+          // Before the next read, which takes the same buffer. So a slow listener slows the
+          // service, and does not fill this process's memory.
           Deliver();
           call_->Read(&incoming_, &read_);
         } else {
@@ -118,6 +121,7 @@ class GrpcTrainCall final : public TrainCall {
         break;
       case Event::kFinished:
         listener_.OnClosed(malformed_.ok() ? proto::FromGrpc(status_) : malformed_);
+        // It was the last operation, so nothing is added to the queue any more.
         queue_.Shutdown();
         return;
     }
@@ -147,6 +151,7 @@ class GrpcTrainCall final : public TrainCall {
     Unsent next;
     {
       MutexLock lock(mutex_);
+      // The call takes no more messages, also where it can still be read.
       if (!ok) {
         ended_ = true;
         dropped.swap(unsent_);
@@ -156,6 +161,8 @@ class GrpcTrainCall final : public TrainCall {
       next = std::move(unsent_.front());
       unsent_.pop_front();
     }
+    // Only now, because chunks could be added to it while it waited. Without the lock, because gRPC
+    // may release payloads in Write.
     if (next.shared.has_value()) next.bytes = proto::SerializeControl(*next.shared);
     call_->Write(next.bytes, &written_);
   }

@@ -16,6 +16,8 @@ float P(float x) { return std::fabs(x) <= kLeastNormal ? 0.0f : x; }
 float ToScalar(double x) { return std::fabs(x) < kLeastNormal ? 0.0f : static_cast<float>(x); }
 
 WeightDecay KindOf(const HyperParameters& values) {
+  // To leave the decay out is not the same as to multiply by 1: P would make zero of a weight of
+  // 2^-126.
   if (values.weight_decay == 0) return WeightDecay::kNone;
   return values.decoupled_weight_decay ? WeightDecay::kDecoupled : WeightDecay::kL2;
 }
@@ -35,6 +37,7 @@ double PowerBySquaring(double beta, int64_t exponent) {
 AdamScalars MakeAdamScalars(const HyperParameters& values, int64_t update_count, float multiplier) {
   double bias_correction1 = 1;
   double bias_correction2 = 1;
+  // 1 - beta^t, from Kingma and Ba. It is never 0: betas are below 1, and the count is at least 1.
   if (values.bias_correction) {
     bias_correction1 = 1 - PowerBySquaring(values.beta1, update_count);
     bias_correction2 = 1 - PowerBySquaring(values.beta2, update_count);
@@ -48,6 +51,8 @@ AdamScalars MakeAdamScalars(const HyperParameters& values, int64_t update_count,
       .one_minus_beta1 = ToScalar(1 - values.beta1),
       .beta2 = ToScalar(values.beta2),
       .one_minus_beta2 = ToScalar(1 - values.beta2),
+      // torch divides the root of v by the root of bias_correction2. A factor costs less for each
+      // element, and differs from that only in rounding.
       .inverse_sqrt_bias_correction2 = ToScalar(1 / std::sqrt(bias_correction2)),
       .eps = ToScalar(values.eps),
       .step_size = ToScalar(values.lr / bias_correction1),
@@ -57,6 +62,8 @@ AdamScalars MakeAdamScalars(const HyperParameters& values, int64_t update_count,
 void UpdateAdamReference(const AdamRun& run) {
   const AdamScalars& s = run.scalars;
   const bool amsgrad = run.max_exp_avg_sq != nullptr;
+  // An element of an array is read before its new value is stored, so sources and destinations may
+  // be the same arrays, and the shard may lie where the gradient was.
   for (int64_t i = 0; i < run.elements; ++i) {
     float g = Z(LoadElement(run.gradient, run.gradient_dtype, i));
     g = P(g * s.multiplier);
@@ -72,6 +79,7 @@ void UpdateAdamReference(const AdamRun& run) {
 
     if (amsgrad) {
       const float vm = Z(run.max_exp_avg_sq[i]);
+      // `v < vm` is false for a NaN, so a NaN in v stays. One in vm needs the second test.
       if (v < vm || std::isnan(vm)) v = vm;
       run.new_max_exp_avg_sq[i] = v;
     }

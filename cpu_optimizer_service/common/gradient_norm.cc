@@ -48,6 +48,7 @@ ABSL_ATTRIBUTE_NOINLINE double SquaredNorm(double group_sum, const GradientScale
 }
 
 float Multiplier(double clip_coefficient, const GradientScale& scale, size_t group) {
+  // One division and one rounding to fp32: proto/README.md promises these bits to other clients.
   return static_cast<float>(clip_coefficient / DivisorOf(scale, group));
 }
 
@@ -152,6 +153,7 @@ Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
     decision.clip_coefficient = std::min(1.0, clipping.max_norm / (decision.norm + 1e-6));
   }
   for (size_t group = 0; group < group_sums.size(); ++group) {
+    // Validate lets only one of the two factors differ from 1, so their product is exact.
     const float multiplier =
         Multiplier(decision.clip_coefficient * MultiplierOf(clipping, group), scale, group);
     // Zero would drop the gradient without a word, and a denormal lose its digits; infinity would
@@ -167,6 +169,7 @@ Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
 }
 
 float MultiplierWithinNorm(const GradientScale& scale, const Clipping& clipping, int group) {
+  // Decide's clip_coefficient is 1 then, and a product with 1 is exact: the bits are the same.
   const ScopedFloatingPointMode mode(Denormals::kKeep);
   return Multiplier(MultiplierOf(clipping, group), scale, group);
 }

@@ -13,6 +13,7 @@ namespace {
 
 // Shortest digits that read back the same.
 std::string Digits(double value) {
+  // The longest double has 24 characters, such as -2.2250738585072014e-308.
   char buffer[32];
   const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
   return std::string(buffer, end);
@@ -33,6 +34,7 @@ absl::Status ValidateNotNegative(absl::string_view name, double value) {
 }
 
 absl::Status ValidateBeta(absl::string_view name, double value) {
+  // The test is written so that NaN fails it: no comparison with NaN is true.
   if (value >= 0 && value < 1) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(name, " must be at least 0 and less than 1, got ", Digits(value)));
@@ -46,6 +48,7 @@ void ApplyOne(To& value, const std::optional<T>& override_value) {
 // To values, or to overrides.
 template <typename To>
 To ApplyAll(To base, const HyperParameterOverrides& overrides) {
+  // amsgrad is not among them: it decides how many planes of state a job has.
   ApplyOne(base.lr, overrides.lr);
   ApplyOne(base.beta1, overrides.beta1);
   ApplyOne(base.beta2, overrides.beta2);
@@ -70,6 +73,7 @@ absl::Status Validate(const HyperParameters& values) {
     BALLAST_RETURN_IF_ERROR(
         ValidateNotNegative("lr * weight_decay", values.lr * values.weight_decay));
   }
+  // The first update has the largest step size, since 1 - beta1^t grows with t.
   if (values.bias_correction) {
     BALLAST_RETURN_IF_ERROR(
         ValidateNotNegative("lr / (1 - beta1)", values.lr / (1 - values.beta1)));

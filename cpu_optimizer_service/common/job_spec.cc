@@ -27,6 +27,8 @@ absl::string_view Name(OnAbort on_abort) { return on_abort == OnAbort::kSkip ? "
 }  // namespace
 
 bool IsJobName(absl::string_view name) {
+  // The byte is taken as unsigned: std::isalnum must not get a negative number, which a char of
+  // UTF-8 may be.
   const auto allowed = [](unsigned char c) {
     return std::isalnum(c) || c == '.' || c == '_' || c == '-';
   };
@@ -36,6 +38,7 @@ bool IsJobName(absl::string_view name) {
 
 absl::Status CheckJobName(absl::string_view name) {
   if (IsJobName(name)) return absl::OkStatus();
+  // A name that came over the wire may be megabytes long. The message quotes only its beginning.
   return absl::InvalidArgumentError(
       absl::StrCat("job name '", name.substr(0, kMaxJobNameBytes),
                    "' is not 1 to 128 letters, digits, '.', '_' or '-', beginning without '.'"));
@@ -79,6 +82,7 @@ absl::Status Validate(const FirstState& state, const JobSpec& spec) {
   }
   for (size_t p = 0; p < expected; ++p) {
     const int64_t count = state.update_counts[p];
+    // One step updates a parameter at most once, and a frozen one never.
     const auto most = static_cast<int64_t>(parameters[p].trainable ? state.step : 0);
     if (count >= 0 && count <= most) continue;
     return absl::InvalidArgumentError(absl::StrCat(
@@ -99,6 +103,8 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
     const GroupSpec& p = a.groups[i];
     const GroupSpec& q = b.groups[i];
     if (p.name != q.name) return differ(absl::StrCat("the name of group ", i), p.name, q.name);
+    // Both ends compute the sizes of payloads, and the places in shared memory, from the two
+    // formats.
     if (p.wire_dtype != q.wire_dtype) {
       return differ(absl::StrCat("wire_dtype of group ", p.name), Name(p.wire_dtype),
                     Name(q.wire_dtype));
@@ -107,11 +113,15 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
       return differ(absl::StrCat("return_dtype of group ", p.name), Name(p.return_dtype),
                     Name(q.return_dtype));
     }
+    // Unlike the other hyper-parameters it cannot change later: it decides how many planes there
+    // are.
     if (p.hyper_parameters.amsgrad != q.hyper_parameters.amsgrad) {
       return differ(absl::StrCat("amsgrad of group ", p.name), p.hyper_parameters.amsgrad,
                     q.hyper_parameters.amsgrad);
     }
   }
+  // This value may change during a run, too. It is compared all the same, since it says which
+  // optimizer the trainer means.
   for (size_t i = 0; i < a.groups.size(); ++i) {
     const auto optimizer_of = [i](const JobSpec& spec) {
       return spec.groups[i].hyper_parameters.decoupled_weight_decay ? "AdamW" : "Adam";

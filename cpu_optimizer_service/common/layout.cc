@@ -89,6 +89,7 @@ absl::Status CheckBounds(const LayoutSpec& spec) {
 
 absl::Status CheckSizes(const ParameterSpec& parameter, int index) {
   if (parameter.name.size() > kMaxParameterNameBytes) {
+    // A peer may send a name as long as a message; the error quotes only its beginning.
     return absl::InvalidArgumentError(absl::StrCat(
         "the name of parameter ", index, ", '", parameter.name.substr(0, 64), "...', has ",
         parameter.name.size(), " bytes, of ", kMaxParameterNameBytes, " at most"));
@@ -143,6 +144,7 @@ absl::Status CheckTiling(absl::Span<const PartitionRange> ranges,
       }
       covered = next->end;
     }
+    // What lies behind the last range, and a group that no range names, is found here.
     if (covered != flat_elements[group]) {
       return absl::InvalidArgumentError(
           absl::StrCat("the partitions of group ", group, " leave out elements [", covered, ", ",
@@ -171,6 +173,7 @@ absl::StatusOr<Layout> Layout::CreateForRank(LayoutSpec spec, int rank) {
 }
 
 absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, int first_rank, int last_rank) {
+  // This comes before any table is made: tables are as long as a peer's description says.
   BALLAST_RETURN_IF_ERROR(CheckBounds(spec));
   Layout layout;
   layout.spec_ = std::move(spec);
@@ -235,6 +238,8 @@ absl::Status Layout::CutFlatSpaces() {
     if (!parameter.trainable) continue;
     ParameterPlace& place = places_[index];
     Space& space = spaces_[parameter.group];
+    // Also a parameter of no elements has a place, which the protocol tells, but no part of the
+    // space.
     place.offset = space.elements;
     if (place.elements == 0) continue;
     space.parts.push_back(
@@ -246,6 +251,9 @@ absl::Status Layout::CutFlatSpaces() {
     flat_elements_[group] = RoundUp(spaces_[group].elements, kBlockElements);
   }
 
+  // The description may give ranges in any order; chunks are numbered in order of (group, begin).
+  // Each range is checked by itself first, since CheckTiling relies on ranges that are not empty
+  // and lie within their group.
   std::vector<PartitionRange> ranges = spec_.partitions;
   for (const PartitionRange& range : ranges) {
     BALLAST_RETURN_IF_ERROR(CheckRange(range, world_size(), flat_elements_));
@@ -279,6 +287,7 @@ absl::Status Layout::CutShards() {
         "other");
   }
   for (const ParameterSpec& parameter : spec_.parameters) {
+    // A frozen parameter lies in no space, so it needs no placements; those that it has must fit.
     if (!parameter.trainable && parameter.placements.empty()) continue;
     BALLAST_RETURN_IF_ERROR(
         Annotate(CheckPlacements(parameter.placements, spec_.mesh, parameter.shape),
@@ -292,6 +301,8 @@ absl::Status Layout::CutShards() {
         " ranks are more than ", kMaxShards, " shards; merge parameters, or use fewer ranks"));
   }
   spaces_.resize(int64_t{last_rank_ - first_rank_} * group_count());
+  // The first loop lays out the spaces and counts chunks. The chunks are made after it, when their
+  // number is known to be allowed.
   int64_t chunk_count = 0;
   for (int rank = first_rank_; rank < last_rank_; ++rank) {
     for (int group = 0; group < group_count(); ++group) {
@@ -301,6 +312,8 @@ absl::Status Layout::CutShards() {
         if (elements == 0) continue;
         space.parts.push_back(
             {.parameter = parameter, .begin = space.elements, .elements = elements});
+        // The sum is rounded after each shard: the next one begins aligned, and so does the space's
+        // end.
         space.elements = RoundUp(space.elements + elements, kShardAlignmentElements);
       }
       // The count fits an int here: it was checked at the end of the last turn.
@@ -339,6 +352,7 @@ void Layout::FindPadding() {
           {.chunk = chunk, .parameter = -1, .chunk_offset = covered, .elements = offset - covered});
     };
     VisitParts(chunk, [&](const ChunkPart& part) {
+      // What lies between the parts before this one and its begin belongs to no parameter.
       add_until(part.chunk_offset);
       covered = part.chunk_offset + part.elements;
       return true;
@@ -348,6 +362,7 @@ void Layout::FindPadding() {
 }
 
 absl::Span<const ChunkPiece> Layout::padding_of(int chunk) const {
+  // FindPadding visits chunks in their order, so padding_ is sorted by chunk.
   const auto first = std::partition_point(padding_.begin(), padding_.end(),
                                           [&](const ChunkPiece& p) { return p.chunk < chunk; });
   const auto last = std::partition_point(first, padding_.end(),
@@ -381,6 +396,7 @@ size_t Layout::FirstPartAt(const Space& space, int64_t begin) {
 }
 
 int64_t Layout::BeginOfParameter(const Space& space, int parameter) {
+  // Parts lie in the order of declaration, so their parameters ascend.
   // Callers ask only for parameters of which the space has elements, so one is found.
   return std::partition_point(space.parts.begin(), space.parts.end(),
                               [&](const Part& part) { return part.parameter < parameter; })
@@ -395,6 +411,7 @@ std::vector<ChunkPiece> Layout::Pieces(int chunk) const {
 
 ChunkPiece Layout::PieceAt(int chunk, int64_t chunk_offset) const {
   ChunkPiece found = {.chunk = chunk, .parameter = -1, .chunk_offset = chunk_offset, .elements = 1};
+  // It looks at every piece of the chunk. Callers ask only for the one element that they refuse.
   VisitPieces(chunk, [&](const ChunkPiece& piece) {
     const int64_t at = chunk_offset - piece.chunk_offset;
     if (at < 0 || at >= piece.elements) return;
@@ -425,6 +442,7 @@ std::vector<int> Layout::ChunksOfParameter(int parameter) const {
     add(ChunkAt(spec.group, place.offset), ChunkAt(spec.group, place.offset + place.elements - 1));
     return chunks;
   }
+  // In a layout for one rank only that rank has spaces.
   for (int rank = first_rank_; rank < last_rank_; ++rank) {
     const int64_t elements = ShardsOf(parameter).OfRank(rank).elements();
     if (elements == 0) continue;
@@ -437,6 +455,8 @@ std::vector<int> Layout::ChunksOfParameter(int parameter) const {
 }
 
 int Layout::ParameterAt(int group, int64_t element) const {
+  // A flat space has no gaps between parameters, so the first part that ends behind the element
+  // holds it.
   const Space& space = spaces_[group];
   const size_t index = FirstPartAt(space, element);
   return index < space.parts.size() ? space.parts[index].parameter : -1;
@@ -458,6 +478,7 @@ std::string Layout::FirstDifference(const Layout& other) const {
   if (a.parameters.size() != b.parameters.size()) {
     return differ("the number of parameters", a.parameters.size(), b.parameters.size());
   }
+  // The mesh is compared before the placements, which mean something only on the same mesh.
   if (a.mesh != b.mesh) return differ("the mesh", Describe(a.mesh), Describe(b.mesh));
   for (size_t i = 0; i < a.parameters.size(); ++i) {
     const ParameterSpec& p = a.parameters[i];
@@ -502,6 +523,7 @@ std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, in
   std::vector<int64_t> flat_elements(group_count, 0);
   for (const ParameterSpec& parameter : parameters) {
     if (!parameter.trainable) continue;
+    // Nothing is checked here: callers have to see that groups are in range and that products fit.
     int64_t elements = 1;
     for (const int64_t size : parameter.shape) elements *= size;
     flat_elements[parameter.group] += elements;

@@ -9,11 +9,16 @@ namespace {
 
 // The parameter to which `number` belongs, by the first number of each.
 int OwnerOf(absl::Span<const int64_t> first, int64_t number) {
+  // A parameter without blocks has the same first number as the next one. upper_bound passes over
+  // it.
   return static_cast<int>(std::upper_bound(first.begin(), first.end(), number) - first.begin()) - 1;
 }
 
 // Units of `size` elements that lie whole in elements [begin, end) of a parameter of `elements`.
 NormBlocks::Range WholeUnits(int64_t begin, int64_t end, int64_t elements, int64_t size) {
+  // A unit that began before `begin` is cut. One that ends with the parameter is whole, also if it
+  // is short. Where all of [begin, end) lies within one unit, `last` is not above `first`: none is
+  // whole.
   const int64_t first = DivideUp(begin, size);
   const int64_t last = end == elements ? DivideUp(end, size) : end / size;
   return {first, std::max(first, last)};
@@ -60,6 +65,7 @@ NormBlocks::NormBlocks(const Layout& layout) : layout_(layout) {
   first_block_.push_back(0);
   first_span_.push_back(0);
   for (int p = 0; p < parameters; ++p) {
+    // A frozen parameter has no gradient, and so no blocks.
     const int64_t elements =
         layout.spec().parameters[p].trainable ? layout.place(p).elements : int64_t{0};
     first_block_.push_back(first_block_.back() + DivideUp(elements, kBlockElements));
@@ -69,6 +75,7 @@ NormBlocks::NormBlocks(const Layout& layout) : layout_(layout) {
   for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
     layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
       const int64_t end = piece.parameter_offset + piece.elements;
+      // The end of the parameter cuts nothing: its last block and span may be short.
       if (end == layout.place(piece.parameter).elements) return;
       if (end % kBlockElements != 0) {
         Add(first_block_[piece.parameter] + end / kBlockElements, cut_blocks_);
@@ -78,6 +85,8 @@ NormBlocks::NormBlocks(const Layout& layout) : layout_(layout) {
       }
     });
   }
+  // With a mesh, chunks come rank by rank, so numbers are not in order; and a unit with several
+  // cuts has come several times.
   SortOnce(cut_blocks_);
   SortOnce(cut_spans_);
 }
@@ -90,6 +99,7 @@ NormBlocks::WholeBlocks NormBlocks::WholeIn(const ChunkPiece& piece) const {
   const Range spans = WholeUnits(begin, end, elements, kSpanElements);
   const int64_t first_block = first_block_[piece.parameter];
   const int64_t first_span = first_span_[piece.parameter];
+  // Pieces of a parameter that is sharded by columns are often shorter than a block.
   if (blocks.begin == blocks.end) {
     return {.blocks = {first_block + blocks.begin, first_block + blocks.begin},
             .chunk_offset = piece.chunk_offset + piece.elements};
@@ -116,6 +126,8 @@ NormBlocks::Range NormBlocks::BlocksOfSpan(int64_t span) const {
 }
 
 std::vector<double> NormBlocks::GroupSums(absl::Span<const double> span_sums) const {
+  // Each parameter is summed by itself first, in the order of declaration, as gradient_norm.h says.
+  // Any other grouping may round otherwise.
   std::vector<double> group_sums;
   std::vector<double> parameter_sums;
   for (int group = 0; group < layout_.group_count(); ++group) {

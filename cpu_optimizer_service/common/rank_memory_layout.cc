@@ -5,6 +5,7 @@
 namespace ballast {
 namespace {
 
+// A cache line, so that no two chunks share one.
 constexpr int64_t kPlaceAlignment = 64;
 constexpr int64_t kPageBytes = 4096;
 
@@ -13,6 +14,7 @@ constexpr int64_t kPageBytes = 4096;
 RankMemoryLayout::RankMemoryLayout(const Layout& layout, const std::vector<GroupSpec>& groups,
                                    int rank)
     : gradients_(layout.chunks().size()), weights_(layout.chunks().size()) {
+  // `end` goes on from the gradients to the weights; both parts are rounded up to whole pages.
   int64_t end = 0;
   const auto place_all = [&](std::vector<Place>& places, auto dtype_of) {
     for (const int chunk : layout.chunks_of_rank(rank)) {

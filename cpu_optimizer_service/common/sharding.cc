@@ -24,6 +24,7 @@ int64_t ShareOf(const Part& part, int ranks) { return DivideUp(part.size, ranks)
 
 Part CutFor(const Part& part, int ranks, int coordinate) {
   const int64_t share = ShareOf(part, ranks);
+  // A late rank may begin behind the end of what there is. Its part is empty then.
   const int64_t begin = std::min(coordinate * share, part.size);
   return {part.begin + begin, std::min(share, part.size - begin)};
 }
@@ -44,6 +45,7 @@ absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size) {
           absl::StrCat("dimension ", dim.name, " of the mesh has size ", dim.size,
                        ", must be between 1 and the world_size, ", world_size));
     }
+    // The product of up to 64 sizes could overflow. It stays at 2^31, which is no int's world_size.
     ranks = std::min<int64_t>(ranks * dim.size, int64_t{1} << 31);
   }
   if (ranks == world_size) return absl::OkStatus();
@@ -74,8 +76,11 @@ absl::Status CheckPlacements(absl::Span<const Placement> placements, absl::Span<
 }
 
 int64_t Shard::OffsetInParameter(int64_t local) const {
+  // The shard is one run after another. The number of the run is taken apart into the coordinates
+  // of the dimensions before run_dim_, the last of which changes fastest.
   int64_t offset = local % run_elements_;
   int64_t run = local / run_elements_;
+  // Every run begins where the box begins in the dimensions that it goes over.
   for (size_t d = run_dim_; d < dims_.size(); ++d) offset += dims_[d].begin * dims_[d].stride;
   for (size_t d = run_dim_; d-- > 0;) {
     offset += (dims_[d].begin + run % dims_[d].size) * dims_[d].stride;
@@ -91,6 +96,7 @@ Shard ParameterShards::OfRank(int rank) const {
   for (const MeshDim& dim : mesh_) ranks_after *= dim.size;
   bool owns = true;
   for (size_t m = 0; m < mesh_.size(); ++m) {
+    // Ranks are numbered in row-major order, so the last dimension of the mesh changes fastest.
     ranks_after /= mesh_[m].size;
     const int coordinate = rank / ranks_after % mesh_[m].size;
     if (placements_[m].shard_dim == Placement::kReplicate) {
@@ -103,6 +109,7 @@ Shard ParameterShards::OfRank(int rank) const {
   Shard shard;
   shard.elements_ = owns ? 1 : 0;
   shard.dims_.resize(shape_.size());
+  // The box: where it begins in each dimension, and how far apart neighbours are in the parameter.
   int64_t stride = 1;
   for (size_t d = shape_.size(); d-- > 0;) {
     shard.dims_[d] = {.begin = parts[d].begin, .size = parts[d].size, .stride = stride};
@@ -117,6 +124,8 @@ Shard ParameterShards::OfRank(int rank) const {
 }
 
 ParameterShards::Run ParameterShards::Find(int64_t element) const {
+  // This inverts OfRank and OffsetInParameter, one dimension of the parameter at a time. The
+  // coordinate in a dimension of the mesh that replicates stays 0: that is the owner's.
   Run run;
   absl::InlinedVector<int, kUsualDims> coordinates(mesh_.size(), 0);
   int64_t stride = 1;
@@ -127,15 +136,18 @@ ParameterShards::Run ParameterShards::Find(int64_t element) const {
     Part part = {.begin = 0, .size = shape_[d]};
     for (size_t m = 0; m < mesh_.size(); ++m) {
       if (placements_[m].shard_dim != static_cast<int>(d)) continue;
+      // The share is not 0: the part holds the element.
       coordinates[m] = static_cast<int>((at - part.begin) / ShareOf(part, mesh_[m].size));
       part = CutFor(part, mesh_[m].size, coordinates[m]);
     }
     run.local += (at - part.begin) * local_stride;
+    // The run goes on to the end of the part, as long as all dimensions after this one are whole.
     if (in_run) run.elements = (part.begin + part.size - at) * stride - element % stride;
     in_run &= part.size == shape_[d];
     stride *= shape_[d];
     local_stride *= part.size;
   }
+  // For a scalar the loop above has nothing to do.
   if (shape_.empty()) run.elements = 1;
   for (size_t m = 0; m < mesh_.size(); ++m) run.rank = run.rank * mesh_[m].size + coordinates[m];
   return run;

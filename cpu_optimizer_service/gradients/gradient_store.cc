@@ -31,6 +31,7 @@ void Gather(absl::Span<const absl::Span<const std::byte>> pieces, std::byte* out
 // The payload in one aligned piece: where it lies, or gathered into a buffer of this thread that
 // stays in its cache.
 const std::byte* Contiguous(absl::Span<const absl::Span<const std::byte>> pieces, DType dtype) {
+  // A transport cuts payloads anywhere, and kernels read whole elements at their own alignment.
   if (pieces.size() == 1 && reinterpret_cast<uintptr_t>(pieces[0].data()) % SizeBytes(dtype) == 0) {
     return pieces[0].data();
   }
@@ -43,6 +44,7 @@ const std::byte* Contiguous(absl::Span<const absl::Span<const std::byte>> pieces
 // AddGradient from element `done` on, each turn recorded before it is stored.
 void AddRecorded(float* sum, const std::byte* gradient, DType dtype, int64_t done, int64_t elements,
                  SumLane& lane) {
+  // The lane has a word already: of when it was taken, or of the turn that Resume has copied.
   SumWord word = SumWord::Unpack(lane.word);
   while (done < elements) {
     const int64_t count = std::min(kSumTurnElements, elements - done);
@@ -107,6 +109,8 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
   const DType dtype = wire_dtypes_[place.group];
   switch (chunk.form) {
     case Form::kNone:
+    // Contributions before this one were empty and count as zeros, so this payload is all of the
+    // sum so far.
     case Form::kZero: {
       std::byte* const to = PlaceForPayload(index);
       Gather(payload, to);
@@ -123,6 +127,8 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
       accumulators_in_use_.fetch_add(1);
       return;
     case Form::kSum:
+      // Either this memory dies with the process, or no lane was free, and the ledger says
+      // meanwhile that the gradient is lost (kept_job.h).
       if (lane == nullptr) {
         AddGradient(chunk.sum, Contiguous(payload, dtype), dtype, place.elements);
         return;
@@ -137,6 +143,8 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
 void GradientStore::Resume(const SumLane& lane) {
   const SumWord word = SumWord::Unpack(lane.word);
   ChunkGradient& chunk = chunks_[word.chunk];
+  // The process may have died within its own copy of this turn. To copy the same values once more
+  // does no harm where it had not.
   std::copy_n(lane.turns[word.turn], word.count, chunk.sum + word.done - word.count);
   chunk.sum_done = word.done;
 }
@@ -152,6 +160,8 @@ int64_t GradientStore::PlaceBytes(int index) const {
 // lost with it, and, once its step is decided, the job.
 absl::Status GradientStore::MakePlace(int index) {
   ChunkGradient& chunk = chunks_[index];
+  // A second payload goes to the accumulator. A place that is free here stays free until Add: only
+  // the update of a decided step lends places, and nothing is added during one.
   const bool needs_none = chunk.form == Form::kWire || chunk.form == Form::kSum ||
                           !places_->lent[index].load(std::memory_order_acquire);
   if (named_arenas_ == nullptr || needs_none || chunk.named_elsewhere != nullptr) {
@@ -170,6 +180,9 @@ absl::Status GradientStore::MakePlace(int index) {
 
 std::byte* GradientStore::PlaceForPayload(int index) {
   ChunkGradient& chunk = chunks_[index];
+  // Acquires what the borrower's release gave back: its reads of the place are over before the
+  // payload is written there. Nothing is read elsewhere any more, since the chunk has no payload
+  // yet.
   if (!places_->lent[index].load(std::memory_order_acquire)) {
     chunk.elsewhere = nullptr;
     chunk.named_elsewhere = nullptr;
@@ -200,6 +213,7 @@ GradientStore::Kept GradientStore::kept(int index) const {
   if (chunk.named_elsewhere != nullptr && chunk.first == chunk.named_elsewhere->data()) {
     return Kept::kElsewhere;
   }
+  // What lies in no memory of the store is the rank's (Borrow).
   return chunk.elsewhere != nullptr && chunk.first == chunk.elsewhere.get() ? Kept::kLost
                                                                             : Kept::kBorrowed;
 }
@@ -234,6 +248,7 @@ absl::Status GradientStore::Restore(int index, Kept kept, const std::byte* borro
       chunk.form = Form::kWire;
       return absl::OkStatus();
     case Kept::kSum:
+      // A job without accumulators never stored this form, so the word is not as it was stored.
       if (chunk.sum == nullptr) return lost("in an accumulator that is gone");
       chunk.form = Form::kSum;
       accumulators_in_use_.fetch_add(1);
@@ -241,6 +256,8 @@ absl::Status GradientStore::Restore(int index, Kept kept, const std::byte* borro
     case Kept::kLost:
       return lost("in memory of the process that died");
   }
+  // The form comes from three bits of the ledger's word, which may be damaged: 7 is none of the
+  // above.
   return lost("of a form that is none");
 }
 
@@ -253,6 +270,8 @@ WeightBuffer GradientStore::LendPlace(int index, int64_t size_bytes, bool may_go
   if (read_there ? size_bytes != place_bytes || !may_go : size_bytes > place_bytes) return {};
   // Acquires what the last borrower's release gave back: all its reads of the place are over.
   if (places_->lent[index].exchange(true, std::memory_order_acquire)) return {};
+  // The loan keeps the places, not the store: weights may still be on their way when the job is
+  // gone.
   std::shared_ptr<const void> loan(chunk.wire, [places = places_, index](const void*) {
     places->lent[index].store(false, std::memory_order_release);
   });
@@ -273,6 +292,8 @@ void GradientStore::AddZeros(int index) {
 
 void GradientStore::Clear(int index) {
   ChunkGradient& chunk = chunks_[index];
+  // The bytes, and memory elsewhere, stay as they are: without a form nothing reads them, and the
+  // place may still be lent when the next gradient comes.
   if (chunk.form == Form::kSum) accumulators_in_use_.fetch_sub(1);
   chunk.form = Form::kNone;
   chunk.first = nullptr;
@@ -310,6 +331,7 @@ std::vector<double> GradientStore::CombineSums(SquareSums::ForEach for_each) {
 
 std::optional<ChunkPiece> GradientStore::FirstNonFiniteOf(const NormBlocks::Place& place) const {
   std::optional<ChunkPiece> found;
+  // A block may lie in several chunks, each with a format of its own.
   layout_.VisitRange(place.parameter, place.begin, place.end, [&](ChunkPiece piece) {
     const GradientView gradient = view(piece.chunk);
     for (int64_t i = 0; i < piece.elements && !found.has_value(); ++i) {
@@ -348,11 +370,14 @@ bool GradientStore::HasNonZero(const ChunkPiece& piece, bool sums_current) const
     return false;
   };
   const int64_t end = piece.chunk_offset + piece.elements;
+  // Padding is in no block, so there are no sums of it.
   if (piece.parameter == -1) return any(piece.chunk_offset, end);
   // No square of a gradient that is not zero is lost in a double. Parameters may be large, and the
   // job is locked meanwhile, so whole blocks are looked at by their sums.
   const NormBlocks::WholeBlocks whole = sums_.blocks().WholeIn(piece);
   if (any(piece.chunk_offset, whole.chunk_offset)) return true;
+  // What is left behind the full blocks, a short one or a part of one, is looked at element by
+  // element, as is what is before them.
   const int64_t full = whole.elements / kBlockElements;
   for (int64_t i = 0; i < full; ++i) {
     double sum = 0;

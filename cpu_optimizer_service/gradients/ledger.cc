@@ -12,6 +12,8 @@ absl::StatusOr<Ledger::Verdict> Ledger::Check(int64_t chunk, uint32_t begin, uin
         absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end, ") are none"));
   }
   const auto [next, closed] = entries_[chunk];
+  // Asked first: a worker whose stream broke sends again what was not acknowledged, also of a
+  // closed chunk.
   if (end <= next) return Verdict::kRepeat;
   if (closed) {
     return absl::FailedPreconditionError(
@@ -19,6 +21,8 @@ absl::StatusOr<Ledger::Verdict> Ledger::Check(int64_t chunk, uint32_t begin, uin
                      ") came after a final contribution, which ended before micro-step ", next,
                      "; nothing more is taken for it in this step"));
   }
+  // A range that begins earlier and ends later would count its first micro-steps twice; one that
+  // begins later would leave a gap. Neither can be mended here.
   if (begin == next) return Verdict::kNew;
   return absl::FailedPreconditionError(absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ",
                                                     end, ") came where micro-step ", next,

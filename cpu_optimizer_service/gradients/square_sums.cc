@@ -21,6 +21,7 @@ const std::byte* At(const GradientView& gradient, int64_t element) {
 
 // Of `elements` elements, fewer than a block.
 double SumShortBlock(const std::byte* gradient, DType dtype, int64_t elements) {
+  // Kernels take whole blocks. Zeros behind the elements change no bit (gradient_norm.h).
   alignas(64) std::byte padded[kBlockElements * sizeof(float)];
   const int64_t bytes = elements * SizeBytes(dtype);
   std::memcpy(padded, gradient, bytes);
@@ -33,6 +34,7 @@ double SumShortBlock(const std::byte* gradient, DType dtype, int64_t elements) {
 // Calls body(begin, end) for all of [0, count), by tasks where there is enough for several.
 void ForEachShare(int64_t count, int64_t share, SquareSums::ForEach for_each,
                   absl::FunctionRef<void(int64_t begin, int64_t end)> body) {
+  // How the work is cut into tasks changes no bit: each block and each span is summed by itself.
   if (count <= share) return body(0, count);
   for_each(DivideUp(count, share),
            [&](int64_t task) { body(task * share, std::min((task + 1) * share, count)); });
@@ -65,6 +67,8 @@ void SquareSums::SumChunk(int chunk, const GradientView& gradient) {
       sums.back() = SumShortBlock(At(gradient, whole.chunk_offset + full * kBlockElements),
                                   gradient.dtype, rest);
     }
+    // All blocks of these spans have just been summed. Spans that a chunk's edge cuts wait for
+    // Combine.
     for (int64_t span = whole.spans.begin; span < whole.spans.end; ++span) {
       span_sums_[span] = SumOfSpan(span);
     }
@@ -102,6 +106,7 @@ void SquareSums::SumCutBlock(int64_t block, ViewOf view) {
 }
 
 std::vector<double> SquareSums::Combine(ViewOf view, ForEach for_each) {
+  // Blocks before spans: a cut span needs the sums of all its blocks, and some of them may be cut.
   const absl::Span<const int64_t> cut_blocks = blocks_.cut_blocks();
   ForEachShare(static_cast<int64_t>(cut_blocks.size()), kCutBlocksOfTask, for_each,
                [&](int64_t begin, int64_t end) {

@@ -41,6 +41,8 @@ WeightBuffer& WeightBuffer::operator=(WeightBuffer&& other) noexcept {
 }
 
 void WeightBuffer::Release() {
+  // Only a pool is told. Shared and lent memory have a pointer, whose end is enough: with the last
+  // one to a loan the place is free (GradientStore::LendPlace).
   if (pool_ != nullptr) pool_->GiveBack(data_);
   pool_ = nullptr;
   memory_ = nullptr;
@@ -60,6 +62,7 @@ WeightBufferPool::WeightBufferPool(int64_t buffer_bytes, int64_t count,
     : buffer_bytes_(buffer_bytes),
       memory_(new std::byte[buffer_bytes * count]),
       came_back_(std::move(came_back)) {
+  // So that GiveBack, which destructors call, needs no memory.
   free_.reserve(count);
   for (int64_t i = 0; i < count; ++i) free_.push_back(memory_.get() + i * buffer_bytes);
 }
@@ -71,6 +74,8 @@ WeightBuffer WeightBufferPool::TryTake(int64_t size_bytes) {
 
 WeightBuffer WeightBufferPool::TryTakeOrTell(int64_t size_bytes) {
   MutexLock lock(mutex_);
+  // Under the same lock as the look. Otherwise a buffer could come back in between, and nobody
+  // would be told of it.
   if (free_.empty()) wanted_ = true;
   return Take(size_bytes);
 }
@@ -81,6 +86,7 @@ WeightBuffer WeightBufferPool::Take(int64_t size_bytes) {
   buffer.data_ = free_.back();
   free_.pop_back();
   buffer.size_bytes_ = size_bytes;
+  // A buffer may be on its way to a slow worker when the pool's owner is gone.
   buffer.pool_ = shared_from_this();
   return buffer;
 }

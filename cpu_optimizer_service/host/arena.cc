@@ -15,6 +15,8 @@
 namespace ballast {
 namespace {
 
+// The smallest page that Linux has. Where pages are larger, each is written more than once, which
+// costs little.
 constexpr int64_t kPageBytes = 4096;
 // What one task touches: a few milliseconds of the system's work.
 constexpr int64_t kTouchBytes = 4 * kHugePageBytes;
@@ -63,9 +65,12 @@ class AnonymousArenaFactory : public ArenaFactory {
     auto* begin = static_cast<std::byte*>(mapping);
     const auto address = reinterpret_cast<uintptr_t>(begin);
     std::byte* data = begin + (alignment - address % alignment) % alignment;
+    // Before the pages are touched, because the system chooses a page's size then. It is a wish:
+    // memory in small pages is only slower, and WarnOfSmallPages says so.
     if (huge) madvise(data, bytes, MADV_HUGEPAGE);
     if (touch == Touch::kNow) {
       TouchAll(data, bytes);
+      // Only after the touch: the share of huge pages is known of pages that are there.
       WarnOfSmallPages(data, bytes, label);
     }
     return std::make_unique<AnonymousArena>(begin, mapped_bytes, data, bytes);
@@ -85,6 +90,8 @@ class AnonymousArenaFactory : public ArenaFactory {
   }
 
   void WarnOfSmallPages(const std::byte* data, int64_t bytes, absl::string_view label) {
+    // After one warning the text of /proc/self/smaps, which takes long to make, is not read again.
+    // Jobs may be created on several threads at once, so the exchange decides which of them warns.
     if (warn_ == nullptr || bytes < kWarnBytes || warned_.load()) return;
     const std::string warning = HugePageWarning(HugePageShare(data, bytes), label);
     if (!warning.empty() && !warned_.exchange(true)) warn_(warning);

@@ -39,9 +39,14 @@ bool KnowsDirectWrites(int descriptor) {
 // Of the name in the directory that is open as `parent`, which need not be there. 0, or the errno of
 // a failure. std::filesystem::remove_all ends the process where it has no memory.
 int RemoveTree(int parent, const char* name) {
+  // It is removed without a look at what it is, because another process could change that between
+  // the look and the removal. Another process may also remove the same tree: what is gone is no
+  // error. For a directory Linux says EISDIR.
   if (unlinkat(parent, name, 0) == 0 || errno == ENOENT || errno == ENOTDIR) return 0;
   if (errno != EISDIR) return errno;
   int error = 0;
+  // O_NOFOLLOW: where somebody puts a link in the directory's place, it is not followed out of the
+  // tree.
   const int not_listed = VisitNames(
       parent, name,
       [&](const char* inner, int directory) {
@@ -65,6 +70,9 @@ class PosixWritableFile : public WritableFile {
 
   absl::Status Append(absl::Span<const std::byte> bytes) override {
     if (direct_ && block_ == nullptr) block_ = std::make_unique_for_overwrite<Block>();
+    // A direct write takes whole, aligned blocks only (open(2), O_DIRECT), and callers append any
+    // sizes. WriteBlock may end direct writing; the block is empty then, so the rest follows in
+    // order.
     while (direct_ && !bytes.empty()) {
       const size_t more = std::min(bytes.size(), sizeof(Block) - block_bytes_);
       std::memcpy(block_->bytes + block_bytes_, bytes.data(), more);
@@ -76,11 +84,14 @@ class PosixWritableFile : public WritableFile {
   }
 
   absl::Status Close() override {
+    // The descriptor is closed whatever fails before. fsync is needed after direct writes, too:
+    // bytes may still be in the device's cache, and the file's size in the system's memory alone.
     const absl::Status written = block_bytes_ > 0 ? WriteBlock() : absl::OkStatus();
     const int descriptor = std::exchange(descriptor_, -1);
     const bool synced = fsync(descriptor) == 0;
     const int error = errno;
     const bool closed = close(descriptor) == 0;
+    // The first failure is told, because those after it may only follow from it.
     BALLAST_RETURN_IF_ERROR(written);
     if (!closed && synced) return FileError(errno, "close", path_);
     return synced ? absl::OkStatus() : FileError(error, "flush", path_);
@@ -205,6 +216,8 @@ class PosixFileSystemImpl : public FileSystem {
   absl::Status CreateDirectory(const std::string& path) override {
     std::error_code error;
     std::vector<std::string> missing;
+    // A directory's name lies in its parent, which must be flushed when the name is new. Which
+    // names are new is known only before they are made. The loop ends at "/" or ".", which exist.
     for (std::string at = path; !std::filesystem::exists(at, error); at = ParentOf(at)) {
       missing.push_back(at);
     }
@@ -221,6 +234,7 @@ class PosixFileSystemImpl : public FileSystem {
 
   bool IsMountPoint(const std::string& path) override {
     struct statx is;
+    // The attribute is there since Linux 5.8; an older kernel never sets it.
     return statx(AT_FDCWD, path.c_str(), 0, 0, &is) == 0 &&
            (is.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
   }
@@ -231,10 +245,13 @@ class PosixFileSystemImpl : public FileSystem {
     if (std::filesystem::is_directory(from, error)) BALLAST_RETURN_IF_ERROR(SyncDirectory(from));
     if (rename(from.c_str(), to.c_str()) != 0) {
       const int reason = errno;
+      // rename(2): EEXIST or ENOTEMPTY, by file system, where `to` is a directory that has
+      // something; ENOTDIR where `to` is a file and `from` is a directory.
       const bool taken = reason == EEXIST || reason == ENOTEMPTY || reason == ENOTDIR;
       const absl::Status status = FileError(reason, "move into place", to);
       return taken ? absl::AlreadyExistsError(status.message()) : status;
     }
+    // The new name lies in the parent. Without the flush it may be gone after a power failure.
     return SyncDirectory(ParentOf(to));
   }
 
@@ -255,6 +272,8 @@ class PosixFileSystemImpl : public FileSystem {
     // A file, because NFS locks none that is not open for writing, as no directory is.
     auto locked = std::make_shared<FileDescriptor>(open(
         LockPath(directory).c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
+    // The lock is the open file's, so it ends with the process, however that dies. A file whose
+    // mere presence is the lock would stay behind.
     if (!*locked || flock(locked->number(), LOCK_EX | LOCK_NB) != 0) return nullptr;
     return locked;
   }

@@ -53,10 +53,15 @@ std::optional<double> HugePageShare(absl::string_view smaps, uintptr_t begin, ui
   for (const absl::string_view line : absl::StrSplit(smaps, '\n')) {
     uintptr_t from = 0;
     uintptr_t to = 0;
+    // proc(5): a line with the addresses begins a mapping, and lines with its figures follow. smaps
+    // has one figure for a whole mapping, so what lies outside of [begin, end) in it counts as
+    // well.
     if (ParseRange(line, from, to)) {
       overlaps = from < end && begin < to;
     } else if (overlaps) {
       present_kib += KibOf(line, "Rss:");
+      // Huge pages of files and of shared memory stand in other lines; this is asked of anonymous
+      // memory.
       huge_kib += KibOf(line, "AnonHugePages:");
     }
   }
@@ -78,6 +83,9 @@ std::optional<int64_t> HugePagePoolBytes(int64_t page_bytes, const std::string& 
   };
   const std::optional<int64_t> free = read("free_hugepages");
   if (!free.has_value()) return std::nullopt;
+  // The kernel's hugetlbpage.rst: surplus pages are those beyond the pool, at most
+  // nr_overcommit_hugepages of them; of the free pages some are reserved for mappings that have not
+  // touched them yet.
   const int64_t added =
       read("nr_overcommit_hugepages").value_or(0) - read("surplus_hugepages").value_or(0);
   const int64_t pages = *free - read("resv_hugepages").value_or(0) + std::max<int64_t>(added, 0);

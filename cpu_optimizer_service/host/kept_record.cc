@@ -16,6 +16,8 @@ namespace ballast {
 std::function<void(const char*)>* store_seam = nullptr;
 
 uint64_t ChecksumOf(absl::string_view bytes) {
+  // The offset and the prime of FNV-1a for 64 bits. The last word is filled up with zeros, so the
+  // length goes in, too. A multiplication carries bits upwards alone; the shift brings them down.
   uint64_t hash = 0xcbf29ce484222325u ^ bytes.size();
   for (size_t at = 0; at < bytes.size(); at += sizeof(uint64_t)) {
     uint64_t word = 0;
@@ -55,6 +57,9 @@ std::byte* HalfOf(Arena& arena, int half) {
 }
 bool IsWhole(Arena& arena) {
   const RecordHeader& header = HeaderOf(arena);
+  // Asked before HalfOf computes with the capacity, because a damaged one would lead out of the
+  // memory. Where nothing is stored, the process may have died before it stored the capacity, which
+  // nobody reads then.
   const int64_t most_bytes = arena.size_bytes() - kArenaAlignment;
   if (HalfIn(header.current) <= 0) return HalfIn(header.current) == 0;
   return header.capacity < static_cast<uint64_t>(most_bytes) &&
@@ -82,6 +87,8 @@ KeptRecord::KeptRecord(NamedArenas& arenas, std::string label, int64_t capacity)
     : arenas_(arenas), label_(std::move(label)), capacity_(capacity) {}
 
 absl::StatusOr<std::string> KeptRecord::TakeOver() {
+  // Where the process died after a grown record had its first contents and before the older one
+  // went, both have contents. The higher number is the newer one, and comes last.
   for (const int64_t number : NumbersLeft(arenas_, label_)) {
     BALLAST_ASSIGN_OR_RETURN(
         std::unique_ptr<Arena> arena,
@@ -95,6 +102,7 @@ absl::StatusOr<std::string> KeptRecord::TakeOver() {
   capacity_ = static_cast<int64_t>(HeaderOf(*arena_).capacity);
   const std::byte* const half = HalfOf(*arena_, HalfIn(HeaderOf(*arena_).current));
   const auto& header = *reinterpret_cast<const HalfHeader*>(half);
+  // Before the bytes are read: a damaged length could lead beyond the memory.
   if (header.bytes > static_cast<uint64_t>(capacity_)) return Damaged();
   std::string contents(reinterpret_cast<const char*>(half + sizeof(HalfHeader)), header.bytes);
   if (ChecksumOf(contents) != header.checksum) return Damaged();
@@ -113,6 +121,7 @@ void KeptRecord::Forget() {
 }
 
 absl::Status KeptRecord::Grow(int64_t bytes) {
+  // Twice what is needed now, so that contents that grow a little each time are seldom moved.
   const int64_t capacity = std::max(capacity_, 2 * bytes);
   const int64_t half = AlignUp(capacity + static_cast<int64_t>(sizeof(HalfHeader)));
   BALLAST_ASSIGN_OR_RETURN(
@@ -121,6 +130,8 @@ absl::Status KeptRecord::Grow(int64_t bytes) {
                      ArenaFactory::Touch::kNow));
   ++number_;
   capacity_ = capacity;
+  // `current` is 0 until Store flips it: a process that dies before leaves this one without
+  // contents, and TakeOver takes the older one.
   HeaderOf(*arena).capacity = static_cast<uint64_t>(capacity);
   arena_.swap(arena);
   return absl::OkStatus();
@@ -140,6 +151,8 @@ absl::Status KeptRecord::Store(absl::string_view contents) {
   const int next = HalfIn(header.current) == 1 ? 2 : 1;
   std::byte* const half = HalfOf(*arena_, next);
   std::byte* const to = half + sizeof(HalfHeader);
+  // The half that is not current is written, so a death in here leaves the older contents as they
+  // were. It is written in two parts only so that a test can end the process between them.
   const size_t middle = contents.size() / 2;
   std::memcpy(to, contents.data(), middle);
   Stored("a part of a record");
@@ -147,6 +160,7 @@ absl::Status KeptRecord::Store(absl::string_view contents) {
   *reinterpret_cast<HalfHeader*>(half) = {.bytes = contents.size(),
                                           .checksum = ChecksumOf(contents)};
   Stored("a record's half");
+  // StoreWord keeps the order: contents, length and checksum are all there before the word says so.
   StoreWord(header.current, kHalves[next]);
   Stored("a record's flip");
   return absl::OkStatus();
@@ -191,6 +205,7 @@ absl::Status KeptLog::TakeOver(uint64_t epoch,
   const char* const entries = reinterpret_cast<const char*>(arena_->data()) + kArenaAlignment;
   const absl::Status damaged =
       absl::DataLossError(absl::StrCat("the ", label_, " that was kept is not as it was stored"));
+  // All lengths come from memory that may be damaged, so each is compared before it is used.
   if (header.tail > static_cast<uint64_t>(capacity_)) return damaged;
   for (uint64_t at = 0; at < header.tail;) {
     EntryHeader of;
@@ -217,6 +232,9 @@ absl::Status KeptLog::Grow(int64_t bytes) {
   if (arena_ != nullptr) {
     const auto& old = *reinterpret_cast<const Header*>(arena_->data());
     auto& grown = *reinterpret_cast<Header*>(arena->data());
+    // The epoch is stored last. A process that dies before leaves a log of no epoch, which TakeOver
+    // passes over; one that dies after it leaves two with the same entries, and then the newer
+    // counts.
     std::memcpy(arena->data() + kArenaAlignment, arena_->data() + kArenaAlignment, old.tail);
     grown.tail = old.tail;
     StoreWord(grown.epoch, old.epoch);
@@ -228,6 +246,7 @@ absl::Status KeptLog::Grow(int64_t bytes) {
 absl::Status KeptLog::Append(uint64_t epoch, absl::string_view entry) {
   const EntryHeader of = {.bytes = entry.size(), .checksum = ChecksumOf(entry)};
   const uint64_t bytes = sizeof(of) + entry.size();
+  // Entries of another epoch are overwritten, and need no room.
   const auto needed = [&]() -> int64_t {
     if (arena_ == nullptr) return static_cast<int64_t>(bytes);
     const auto& header = *reinterpret_cast<const Header*>(arena_->data());
@@ -236,9 +255,12 @@ absl::Status KeptLog::Append(uint64_t epoch, absl::string_view entry) {
   if (arena_ == nullptr || needed > capacity_) BALLAST_RETURN_IF_ERROR(Grow(needed));
   auto& header = *reinterpret_cast<Header*>(arena_->data());
   if (header.epoch != epoch) {
+    // The end first: with the epoch first, a process that dies in between would leave entries of
+    // the older epoch as if they were of this one.
     StoreWord(header.tail, 0);
     StoreWord(header.epoch, epoch);
   }
+  // The entry is written behind the end, where a later process does not look. The end comes last.
   std::byte* const at = arena_->data() + kArenaAlignment + header.tail;
   std::memcpy(at, &of, sizeof(of));
   std::memcpy(at + sizeof(of), entry.data(), entry.size());

@@ -36,6 +36,8 @@ void MemoryBudget::Reservation::Release() {
 absl::StatusOr<MemoryBudget::Reservation> MemoryBudget::Reserve(int64_t bytes,
                                                                 absl::string_view what) {
   MutexLock lock(mutex_);
+  // Written as a difference, so that no sum can overflow. After Take it may be negative, and then
+  // nothing fits until enough has been given back.
   if (bytes > limit_bytes_ - used_bytes_) {
     return absl::ResourceExhaustedError(absl::StrCat(
         what, " does not fit: needed ", bytes, " bytes, used ", used_bytes_, " bytes, limit ",
@@ -47,6 +49,8 @@ absl::StatusOr<MemoryBudget::Reservation> MemoryBudget::Reserve(int64_t bytes,
 
 MemoryBudget::Reservation MemoryBudget::Take(int64_t bytes) {
   MutexLock lock(mutex_);
+  // No limit is asked. A new process may have a lower one, and to refuse memory that is there would
+  // lose a job.
   used_bytes_ += bytes;
   return Reservation(this, bytes);
 }

@@ -33,6 +33,7 @@ namespace {
 constexpr int64_t kCollapseBytes = 8 * kHugePageBytes;
 
 int64_t SizeOf(int file) {
+  // Sockets are kept, too, and count as no memory.
   struct stat facts = {};
   return fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) ? facts.st_size : 0;
 }
@@ -45,6 +46,9 @@ void* PlaceFor(int64_t bytes) {
   void* const found =
       mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
+  // Another thread may map something there before the caller does. The address is only a hint,
+  // without MAP_FIXED: the caller then gets memory elsewhere, in small pages, and nothing is
+  // overwritten.
   munmap(found, room);
   const auto begin = reinterpret_cast<uintptr_t>(found) + kHugePageBytes - 1;
   return reinterpret_cast<void*>(begin / kHugePageBytes * kHugePageBytes);
@@ -75,6 +79,7 @@ NamedMemory::NamedMemory(FileKeeper& keeper, std::function<int64_t()> available_
 }
 
 absl::Status NamedMemory::NoRoom(int64_t bytes, absl::string_view name, const char* call) const {
+  // Read first, since room() makes system calls, which may change it.
   const int error = errno;
   const std::optional<FileKeeper::Room> room = keeper_.room();
   return absl::ResourceExhaustedError(
@@ -85,6 +90,8 @@ absl::Status NamedMemory::NoRoom(int64_t bytes, absl::string_view name, const ch
 absl::Status NamedMemory::Admit(int64_t bytes, absl::string_view what) const {
   const std::optional<FileKeeper::Room> room = keeper_.room();
   if (room && room->bytes < bytes) return Wanting(bytes, what, room->bytes, room->where);
+  // The size of a tmpfs is what it may have, not what the machine has left, so both are asked. A
+  // pool of huge pages has its memory already.
   if (room && room->is_apart) return absl::OkStatus();
   const int64_t available = available_bytes_();
   if (available >= bytes) return absl::OkStatus();
@@ -96,6 +103,8 @@ absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::Map(const std::string& 
   void* const data =
       mmap(PlaceFor(bytes), bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.number(), 0);
   if (data == MAP_FAILED) return NoRoom(bytes, name, "mmap");
+  // Before the first touch, because a page's size is chosen then. The answers do not matter:
+  // without huge pages the memory is slower, and is there.
   madvise(data, bytes, MADV_HUGEPAGE);
   madvise(data, bytes, MADV_DONTDUMP);  // A core dump of a service would be all of its state.
   return std::unique_ptr<NamedArena>(
@@ -116,6 +125,8 @@ absl::Status NamedMemory::Back(const NamedArena& arena) {
   // follows, because it fails with an error where a later fault would with a signal.
   const bool populated = PopulatePages(arena.data_, bytes) == 0;
   BALLAST_RETURN_IF_ERROR(Fill(arena));
+  // It fails on a kernel before 5.14, which does not know the call. After Fill the file has all its
+  // pages, and writing maps them; the file is new, so zeros change nothing.
   if (!populated) std::memset(arena.data_, 0, bytes);
   return absl::OkStatus();
 }
@@ -129,6 +140,8 @@ bool NamedMemory::MakeHuge(NamedArena& arena) {
   const int64_t pieces = DivideUp(bytes, kCollapseBytes);
   std::atomic<bool> huge = pieces > 0;
   const auto collapse = [&](int64_t piece) {
+    // After one refusal the others are not asked for: a kernel before 6.1 refuses all, and without
+    // free memory each call would search in vain.
     if (!huge.load()) return;
     const int64_t begin = piece * kCollapseBytes;
     const int64_t piece_bytes = std::min(kCollapseBytes, bytes - begin);
@@ -149,6 +162,7 @@ absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::MapNew(const std::strin
   const int64_t bytes = SizeOf(file.number());
   absl::StatusOr<std::unique_ptr<NamedArena>> arena = Map(name, std::move(file), bytes);
   if (!arena.ok()) {
+    // No arena came of it whose end would drop the name.
     keeper_.Drop(name);
     return arena;
   }
@@ -158,6 +172,8 @@ absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::MapNew(const std::strin
   } else if (keeper_.room()) {
     BALLAST_RETURN_IF_ERROR(Fill(**arena));  // Or a full file system would be a signal later.
   }
+  // The keeper gets it last. Until then a death leaves nothing that a later process finds, and
+  // where Keep fails, the arena's end drops what was made.
   Stored("memory that is not kept yet");
   BALLAST_RETURN_IF_ERROR(keeper_.Keep(name, (*arena)->file_descriptor()));
   return arena;
@@ -174,6 +190,8 @@ absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::Create(const std::strin
 
 absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::CreateShared(const std::string& name,
                                                                       int64_t bytes) {
+  // A sealed file is the machine's memory, wherever the keeper's own files lie, so its room is not
+  // asked.
   if (const int64_t available = available_bytes_(); available < bytes) {
     return Wanting(bytes, name, available, "the machine or the process's control group");
   }
@@ -190,6 +208,7 @@ absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::Open(const std::string&
     file = std::move(found->second);
     left_.erase(found);
   }
+  // Without the lock, which is for the table alone: to map large memory takes long.
   const int64_t bytes = SizeOf(file.number());
   return Map(name, std::move(file), bytes);
 }
@@ -229,6 +248,8 @@ void NamedMemory::KeepIn(const std::string& uid, uint32_t format) {
   } else {
     formats_[uid] = format;
   }
+  // Whoever takes over takes all jobs, so the newest format counts. The keeper is told under the
+  // lock, so that the last one to change it has the last word.
   uint32_t newest = 0;
   for (const auto& [of_uid, of_job] : formats_) newest = std::max(newest, of_job);
   keeper_.KeptIn(newest);
@@ -237,6 +258,7 @@ void NamedMemory::KeepIn(const std::string& uid, uint32_t format) {
 bool NamedMemory::PutBack(NamedArena& arena) {
   MutexLock lock(mutex_);
   if (puts_back_.empty() || !absl::StartsWith(arena.name_, puts_back_)) return false;
+  // The keeper has it under its name still. Only this process's own table changes.
   left_.emplace(arena.name_, std::move(arena.file_));
   return true;
 }
@@ -279,6 +301,7 @@ absl::StatusOr<std::unique_ptr<Arena>> NamedArenas::Open(int64_t bytes, absl::st
   absl::StatusOr<std::unique_ptr<NamedArena>> arena = memory_.Open(NameOf(label));
   if (absl::IsNotFound(arena.status())) return Missing(label);
   if (!arena.ok()) return arena.status();
+  // It may be larger: keepers make whole pages, which may be huge ones.
   if ((*arena)->size_bytes() < bytes) {
     return absl::DataLossError(
         absl::StrCat(WhatIs(label), " has ", (*arena)->size_bytes(), " bytes, expected ", bytes));

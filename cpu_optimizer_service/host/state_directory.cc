@@ -31,6 +31,7 @@
 
 namespace ballast {
 
+// It lies so in the file: another order or size of its fields is another kFormat.
 struct StateDirectory::Superblock {
   char magic[16];
   uint64_t format;
@@ -50,6 +51,7 @@ constexpr uint64_t kFormat = 1;
 constexpr char kMagic[16] = "ballast state";
 constexpr char kSuperblock[] = "superblock";
 constexpr char kUnfinished[] = ".new";
+// How often LockOrWait looks: flock(2) has no wait that ends after a time.
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr char kUse[] =
     "; give a directory on a tmpfs, such as /dev/shm/ballast, or in Kubernetes one on a volume of "
@@ -57,6 +59,7 @@ constexpr char kUse[] =
 
 // Empty: not in memory.
 std::string FileSystemInMemory(const struct statfs& facts) {
+  // f_type is signed, and where it has 32 bits some of these numbers are negative in it.
   switch (static_cast<uint32_t>(facts.f_type)) {
     case TMPFS_MAGIC:
       return "tmpfs";
@@ -107,6 +110,8 @@ absl::Status CheckDirectory(const std::string& path, const struct stat& facts) {
         absl::StrCat(path, " belongs to user ", facts.st_uid, ", and this process is user ",
                      geteuid(), "'s; name a directory in it that is not there yet, or another"));
   }
+  // Others who may write here could put other state in the place of a file. Files have mode 0600;
+  // the directory's mode keeps others out a second time.
   if ((facts.st_mode & 0077) != 0) {
     char mode[8];
     std::snprintf(mode, sizeof(mode), "%04o", facts.st_mode & 07777);
@@ -132,6 +137,8 @@ std::string WithoutSize(const std::string& name) {
 
 // The whole name of the file; empty: `name` is none of named memory.
 std::string FileOf(const std::string& name, int64_t bytes) {
+  // A name has neither '.' nor '_', which stand for '/' and ' ' in the file's name. So NameOf can
+  // go the other way.
   const bool plain = std::all_of(name.begin(), name.end(), [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == ' ' || c == '/' || c == '-';
   });
@@ -144,6 +151,7 @@ std::string NameOf(absl::string_view file, int64_t& bytes) {
   const size_t dot = file.rfind('.');
   if (dot == absl::string_view::npos || !absl::SimpleAtoi(file.substr(dot + 1), &bytes)) return "";
   std::string name = absl::StrReplaceAll(file.substr(0, dot), {{".", "/"}, {"_", " "}});
+  // Only what FileOf makes is ours: "a.0064" would be the same name and size as "a.64".
   return FileOf(name, bytes) == file && bytes > 0 ? name : "";
 }
 
@@ -173,6 +181,8 @@ absl::Status StateDirectory::CheckSame(const FileDescriptor& lock, bool others_h
     return absl::InvalidArgumentError(
         absl::StrCat("the service's jobs lie in its parent's memory, and not in ", path, instead));
   }
+  // What the process locks is compared, and not the paths: a path may lead elsewhere by now, where
+  // something was mounted or a link has changed.
   struct stat held = {};
   struct stat there = {};
   if (!path.empty() && fstat(lock.number(), &held) == 0 && stat(superblock.c_str(), &there) == 0 &&
@@ -193,8 +203,10 @@ absl::StatusOr<std::unique_ptr<StateDirectory>> StateDirectory::Open(
   BALLAST_RETURN_IF_ERROR(Check(options.path));
   std::unique_ptr<StateDirectory> opened(new StateDirectory(std::move(options)));
   BALLAST_RETURN_IF_ERROR(opened->OpenDirectory());
+  // The lock comes before the files are looked at, because whoever has it may change them.
   BALLAST_RETURN_IF_ERROR(opened->TakeLock());
   BALLAST_ASSIGN_OR_RETURN(const auto files, opened->List());
+  // Without files there is nothing to lose, so whatever superblock is there is written anew.
   BALLAST_RETURN_IF_ERROR(opened->CheckOrWriteSuperblock(files.empty()));
   BALLAST_RETURN_IF_ERROR(opened->OpenFiles(files));
   return opened;
@@ -219,6 +231,7 @@ absl::Status StateDirectory::OpenDirectory() {
     return absl::InvalidArgumentError(absl::StrCat(path, ": ", Why()));
   }
   BALLAST_RETURN_IF_ERROR(CheckDirectory(path, facts));
+  // On hugetlbfs a block is a huge page, and files and mappings have whole ones.
   page_bytes_ = std::max<int64_t>(system.f_bsize, sysconf(_SC_PAGESIZE));
   description_ = absl::StrCat(path, " (", FileSystemInMemory(system), ")");
   return absl::OkStatus();
@@ -227,10 +240,14 @@ absl::Status StateDirectory::OpenDirectory() {
 absl::Status StateDirectory::LockOrWait(FileDescriptor& file) {
   const auto until =
       std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.wait_seconds);
+  // The process that has it may be about to end: whoever restarts a service may start the next
+  // process before that.
   for (bool said = false; flock(file.number(), LOCK_EX | LOCK_NB) != 0;) {
     if (errno != EWOULDBLOCK && errno != EINTR) {
       return absl::UnavailableError(absl::StrCat("cannot lock ", options_.path, ": ", Why()));
     }
+    // Read without the lock, for the message alone: who has the lock has stored its number, or is
+    // about to.
     Superblock has = {};
     const bool known = pread(file.number(), &has, sizeof(has), 0) == sizeof(has);
     const std::string who =
@@ -251,6 +268,7 @@ absl::Status StateDirectory::LockOrWait(FileDescriptor& file) {
 
 absl::Status StateDirectory::TakeLock() {
   MutexLock lock(mutex_);
+  // The other keeper gives what it has once. What is no lock goes on to whoever calls our TakeKept.
   if (options_.others != nullptr) kept_ = options_.others->TakeKept();
   const std::string path = absl::StrCat(options_.path, "/", kSuperblock);
   FileDescriptor file(
@@ -275,6 +293,9 @@ absl::Status StateDirectory::TakeLock() {
   // The parent's child has it already, from the process before.
   if (const auto held = kept_.find(kLockName); held != kept_.end()) {
     struct stat held_facts = {};
+    // A lock of flock is the open file's, which the parent has as well. Another descriptor of this
+    // file would wait for that lock in vain, so the one that was kept is used, if it is of this
+    // directory.
     const bool same = fstat(held->second.number(), &held_facts) == 0 &&
                       held_facts.st_ino == facts.st_ino && held_facts.st_dev == facts.st_dev;
     if (same) lock_ = std::move(held->second);
@@ -284,6 +305,8 @@ absl::Status StateDirectory::TakeLock() {
   BALLAST_RETURN_IF_ERROR(LockOrWait(file));
   lock_ = std::move(file);
   if (options_.others == nullptr) return absl::OkStatus();
+  // The parent has the lock from here on, so after this process's death no other service can take
+  // the directory before the parent's next child has it.
   return options_.others->Keep(kLockName, lock_.number());
 }
 
@@ -293,6 +316,7 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
   if (fstat(lock_.number(), &facts) != 0)
     return absl::DataLossError(absl::StrCat(path, ": ", Why()));
   const bool is_cut = facts.st_size < page_bytes_;
+  // fallocate, so that a full file system is an error here and not a signal at the first store.
   if (is_cut && is_new &&
       (ftruncate(lock_.number(), page_bytes_) != 0 ||
        fallocate(lock_.number(), 0, 0, page_bytes_) != 0)) {
@@ -313,6 +337,8 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
   };
   const std::string boot = BootId();
   if (is_new) {
+    // A process that dies in here leaves a wrong checksum and no files, and the next one writes it
+    // anew.
     *superblock_ = {};
     std::memcpy(superblock_->magic, kMagic, sizeof(kMagic));
     superblock_->format = kFormat;
@@ -320,6 +346,7 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
     superblock_->checksum = checksum();
   }
   const bool is_ours = std::memcmp(superblock_->magic, kMagic, sizeof(kMagic)) == 0;
+  // Asked before the checksum, which a newer format may compute of something else.
   if (is_ours && superblock_->format > kFormat) {
     return absl::FailedPreconditionError(absl::StrCat(
         options_.path, " was left by a newer version (format ", superblock_->format, ", here ",
@@ -328,6 +355,7 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
   if (!is_ours || superblock_->checksum != checksum()) {
     return absl::DataLossError(absl::StrCat(path, " has another checksum", instead));
   }
+  // Files in memory do not outlive a boot.
   if (boot != superblock_->boot_id) {
     return absl::FailedPreconditionError(
         absl::StrCat(options_.path, " is of another boot (", superblock_->boot_id, ", now ", boot,
@@ -368,6 +396,8 @@ std::string StateDirectory::LastCheckpoint(const std::string& uid) const {
 
 absl::StatusOr<StateDirectory::Found> StateDirectory::OpenFile(const std::string& file,
                                                                int64_t bytes) const {
+  // What is refused here stays as it is: an operator can put the right file back. The message says
+  // how to go on without the job.
   const std::string uid = file.substr(0, file.find('.'));
   const auto refuse = [&](const auto&... what) {
     return absl::DataLossError(absl::StrCat(options_.path, "/", file, what..., LastCheckpoint(uid),
@@ -384,6 +414,7 @@ absl::StatusOr<StateDirectory::Found> StateDirectory::OpenFile(const std::string
   if (fstat(found.descriptor.number(), &facts) != 0) return refuse(": ", Why());
   if (!S_ISREG(facts.st_mode)) return refuse(" is no file of memory");
   if (facts.st_uid != geteuid()) return refuse(" belongs to user ", facts.st_uid);
+  // Its name says how large it was made, so one that was cut short is seen.
   if (facts.st_size != bytes) return refuse(" has ", facts.st_size, " bytes, expected ", bytes);
   found.name = NameOf(file, bytes);
   return found;
@@ -437,11 +468,15 @@ absl::Status StateDirectory::Keep(const std::string& name, int descriptor) {
   MutexLock lock(mutex_);
   const auto made = making_.find(name);
   if (made == making_.end()) {
+    // It was not made here: a sealed file or a socket, which a parent can keep and a directory
+    // cannot. Without a parent it ends with this process (keeps_sealed_files).
     return options_.others == nullptr ? absl::OkStatus() : options_.others->Keep(name, descriptor);
   }
   const std::string file = made->second;
   // One of that name whose drop has only been remembered.
   if (const auto older = files_.find(name); older != files_.end()) {
+    // Before the rename, because the next start refuses two files of one name. A death in between
+    // loses only what was to be dropped.
     unlinkat(directory_.number(), older->second.c_str(), 0);
     dropped_.erase(older->second);
   }
@@ -464,6 +499,7 @@ void StateDirectory::Drop(const std::string& name) {
   }
   const auto found = files_.find(name);
   if (found == files_.end()) {
+    // It is the other keeper's, or nobody's.
     if (options_.others != nullptr) options_.others->Drop(name);
     return;
   }

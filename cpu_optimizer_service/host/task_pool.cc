@@ -60,6 +60,7 @@ class Binding : public tbb::task_scheduler_observer {
       all_.insert(all_.end(), each.processors.begin(), each.processors.end());
     }
     edge_.Release();
+    // Last, since TBB may call from other threads from here on.
     observe(true);
   }
   ~Binding() override {
@@ -111,6 +112,8 @@ struct Loop {
     if (index >= share.end) return false;
     body(index);
     edge.Release();
+    // acq_rel: each subtraction hands on what its body has stored, and the last one has all of it
+    // before it calls `then`.
     if (remaining.fetch_sub(1, std::memory_order_acq_rel) > 1) return true;
     edge.Acquire();
     body = nullptr;  // What it keeps alive goes first.
@@ -140,6 +143,7 @@ struct Loop {
 
 struct TaskPool::Impl {
   struct Node {
+    // The 0: no place of the arena is reserved for a thread that calls, since all work is queued.
     explicit Node(int threads) : threads(threads), arena(threads, 0) {}
     const int threads;
     tbb::task_arena arena;
@@ -164,6 +168,7 @@ struct TaskPool::Impl {
                                   std::function<void()> then);
   // The first of `count` indices that does not belong to `node` or one before it.
   int64_t EndOf(size_t node, int64_t count) const {
+    // In proportion to threads, rounded up; for the last node it is `count`.
     return (count * threads_up_to[node] + threads_up_to.back() - 1) / threads_up_to.back();
   }
   bool IsOurs(const Place& place) const { return place.pool == this; }
@@ -230,6 +235,8 @@ void TaskPool::Start(std::function<void()> task, int node) {
   };
   {
     MutexLock lock(impl_->mutex);
+    // Before it is queued, since it may have ended when enqueue returns, and the destructor must
+    // wait for it.
     ++impl_->running;
   }
   try {
@@ -262,10 +269,13 @@ std::shared_ptr<Loop> TaskPool::Impl::StartLoop(TaskPool& pool, int64_t count,
                                                 std::function<void(int64_t)> body,
                                                 std::function<void()> then) {
   std::vector<int64_t> ends;
+  // All that may throw comes first, so that the caller finds nothing begun where it does.
   for (size_t node = 0; node < nodes.size(); ++node) ends.push_back(EndOf(node, count));
   auto loop = std::make_shared<Loop>(std::move(body), std::move(then), count, ends);
   for (int node = 0; node < static_cast<int>(nodes.size()); ++node) {
     const int64_t indices = ends[node] - (node == 0 ? 0 : ends[node - 1]);
+    // A worker is one entry in the arena's queue. More of them than threads would only stand before
+    // the tasks of others.
     const int64_t workers = std::min<int64_t>(nodes[node]->threads, indices);
     for (int64_t worker = 0; worker < workers; ++worker) {
       if (RunsInMemory([&] { Work(pool, loop, node); })) continue;
@@ -311,6 +321,8 @@ void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
         end.changed.NotifyAll();
       });
   if (const Place here = this_place; impl_->IsOurs(here)) {
+    // Its own node's share first, whose memory is near. Then it waits only for bodies that other
+    // threads are running, and never for what is queued.
     loop->RunAll(loop->shares[here.node]);
     for (Loop::Share& share : loop->shares) loop->RunAll(share);
     loop->edge.Release();

@@ -30,6 +30,8 @@ struct TaskQueue::State : std::enable_shared_from_this<State> {
       {
         MutexLock lock(mutex);
         Node& of = nodes[node];
+        // Looked at and counted down under one lock: a task that comes after this finds one taker
+        // fewer, and Start sends another.
         if (of.tasks.empty()) {
           --of.takers;
           return;
@@ -38,8 +40,12 @@ struct TaskQueue::State : std::enable_shared_from_this<State> {
         of.tasks.pop_front();
       }
       task();
+      // What it keeps alive, such as its job, goes before the next task's turn, and without the
+      // lock.
       task = nullptr;
       if (std::chrono::steady_clock::now() < end) continue;
+      // The next taker is queued in the pool behind the tasks of others. It has this one's place in
+      // `takers`, which so stays as it is.
       if (RunsInMemory([&] { StartTaker(node); })) return;
       end += TaskPool::kSlice;
     }
@@ -63,6 +69,7 @@ void TaskQueue::Start(std::function<void()> task, int node) {
     }
     State::Node& of = state->nodes[node];
     of.tasks.push_back(std::move(task));
+    // There is a taker for each thread, and none of them goes before it has seen the queue empty.
     if (of.takers == state->pool.threads_of(node)) return;
     ++of.takers;
   }

@@ -54,6 +54,7 @@ Topology Find() {
   if (!found.nodes.empty()) return found;
 
   NumaNode all;
+  // The numbers are made up: with one node no thread is bound, and only their count matters.
   all.processors.resize(std::max(1u, std::thread::hardware_concurrency()));
   std::iota(all.processors.begin(), all.processors.end(), 0);
   found.nodes.push_back(std::move(all));
@@ -75,6 +76,7 @@ const Topology& MachineTopology() {
 
 std::vector<int> ThreadsPerNode(const Topology& topology, int threads) {
   std::vector<int> counts(std::min<size_t>(topology.nodes.size(), threads), 1);
+  // D'Hondt's rule for seats in proportion to votes, after one seat for each.
   for (int given = static_cast<int>(counts.size()); given < threads; ++given) {
     // The next goes where the fewest stand on a processor, to the first of equals.
     const auto crowded = [&](size_t node) {

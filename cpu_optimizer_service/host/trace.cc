@@ -18,6 +18,7 @@ uint32_t ThisThread() {
 int64_t TraceNow() {
   timespec now = {};
   clock_gettime(CLOCK_MONOTONIC, &now);
+  // 0 says that nothing is wanted (TraceRecorder::Begin).
   return std::max<int64_t>(1, int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec);
 }
 
@@ -29,6 +30,8 @@ void TraceRecorder::Record(TraceEventKind kind, uint64_t step, int chunk, int64_
        .step = step,
        .begin_ns = begin_ns,
        .end_ns = TraceNow()});
+  // Counted after it was added: whoever sees all_sent() stops the trace, and would lose it
+  // otherwise.
   if (kind == TraceEventKind::kSent && step == last_step()) sent_.fetch_add(1);
 }
 
@@ -46,6 +49,7 @@ void TraceRecorder::Add(const TraceEvent& event) {
   Part& part = parts_[event.thread % kParts];
   MutexLock lock(part.mutex);
   if (!wants(event.step)) return;  // Stop has been here, and what is added now would be left over.
+  // It goes below 0 where there is no room, so that no thread has to look and take in two steps.
   if (room_.fetch_sub(1, std::memory_order_relaxed) > 0) {
     part.events.push_back(event);
   } else {
@@ -62,6 +66,7 @@ absl::Status TraceRecorder::Start(uint64_t first_step, uint32_t steps, int64_t m
   to_send_.store(0);
   sent_.store(0);
   last_step_.store(first_step + steps - 1);
+  // Last, because nothing is wanted while it is 0.
   first_step_.store(first_step);
   return absl::OkStatus();
 }
@@ -69,6 +74,7 @@ absl::Status TraceRecorder::Start(uint64_t first_step, uint32_t steps, int64_t m
 Trace TraceRecorder::Stop() {
   Trace trace;
   MutexLock lock(mutex_);
+  // Before the parts are emptied: who adds an event looks again under the part's lock (Add).
   first_step_.store(0);
   last_step_.store(0);
   for (Part& part : parts_) {

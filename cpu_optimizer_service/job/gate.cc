@@ -22,21 +22,33 @@ constexpr Answer kLate = Answer::kDecided;
 constexpr Answer kGone = Answer::kAborted;
 
 constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
+    // The first four: from the last seal on, and again from the last vote on, the engine works on
+    // the step with the listeners and the memory that ranks have then. So ranks come and go before
+    // or after that.
     // idle    open    voting  sealed  deciding updating clearing loading closed
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kAttach
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kOpenStream
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kQuietRank
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kRankMemory
+    // Nothing writes committed state before the decision is made. A sealed step only waits for
+    // readers.
     {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kSnapshot
     {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kRead
+    // Its caller cannot wait and asks again. In updating it is for chunks that are at the new step
+    // already.
     {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},    // kReadNow
     {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},    // kDiscard
     {kGrant, kGrant, kGrant, kGrant, kGrant, kGrant, kWait, kLoad, kClos},  // kSupersede
+    // Up to the decision's record: a decision that is being made finds its step gone (kUpdate).
     {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},    // kAbort
     {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},           // kUndo
+    // The engine's own, as kReplaceState: each is for one phase, and in every other one the step
+    // that it was for has been given up.
     {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},       // kDecide
     {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},       // kUpdate
     {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},       // kFinishClear
+    // Loading and closing give up a step that still waits for ranks or readers. One that is being
+    // decided comes to its end before.
     {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kLoad
     {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},       // kReplaceState
     {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kClose
@@ -83,6 +95,7 @@ std::string_view Name(Admission admission) {
 }
 
 Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank) {
+  // Before the table: a broken job stays in the phase in which it broke.
   if (state.broken && state.phase != Phase::kClosed) {
     return admission == Admission::kClose ? Answer::kGranted : Answer::kBroken;
   }
@@ -92,6 +105,8 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
   bool waits = false;
   switch (admission) {
     case Admission::kQuietRank:
+      // The older stream's thread adds without the lock. The new stream is told what the rank has
+      // delivered, and that must count what is being added.
       waits = rank.adding > 0;
       break;
     case Admission::kDiscard:
@@ -110,9 +125,12 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
     case Admission::kUndo:
     case Admission::kDecide:
     case Admission::kReplaceState:
+      // These readers have pinned nothing, and what follows writes where they read.
       waits = state.readers > 0;
       break;
     case Admission::kUpdate:
+      // The decision needs all sums, and it publishes or drops the versions that provisional
+      // updates still write.
       waits = state.computing > 0;
       break;
     case Admission::kFinishClear:
@@ -125,6 +143,8 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
 }
 
 uint64_t Gate::Enter(Admission admission, int rank, Turn turn) {
+  // A call that may go now goes before those that wait. In the middle of a section this lets what
+  // has begun go on first; the others get their turns at the section's end.
   if (const Answer answer = Ask(admission, rank); answer != Answer::kWaits) {
     std::move(turn)(answer);
     return 0;
@@ -194,6 +214,8 @@ void Gate::EndDeciding() {
 
 void Gate::StartClearing() {
   if (state_.broken) return;
+  // `deciding` stays as it is: a decision's task may still read gradients, and kFinishClear waits
+  // until that says EndDeciding. The phases up to kDeciding are those before the decision.
   Check(state_.phase <= Phase::kDeciding, "only an undecided step is cleared");
   state_.phase = Phase::kClearing;
 }

@@ -55,8 +55,11 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
   BALLAST_ASSIGN_OR_RETURN(
       const Ledger::Verdict verdict,
       ledger_.Check(given.chunk, given.micro_step_begin, given.micro_step_end));
+  // Before it is asked whether the rank may still contribute: a stream that was opened again sends
+  // what it does not know to have arrived, also after its seal.
   if (verdict == Ledger::Verdict::kRepeat) return Accepted{.result = ContributionResult::kRepeat};
   BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
+  // The sum has a part of one contribution already. Any other one would be added to a torn sum.
   if (gradients_->half_added(chunk) &&
       (given.empty || !kept_->HasLeft(chunk, KeptJob::TagOf(record_.epoch, given.attempt,
                                                             given.micro_step_end)))) {
@@ -73,6 +76,7 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
         ", and its provisional update, which reads those before, is running; stop that first "
         "(RankStream::StopProvisional)"));
   }
+  // It was made of less than there will be: the chunk had come with may_guess.
   if (speculation_.Drop(chunk, *store_)) ++record_.history.speculation.redone;
   sums_.Clear(chunk);
   const RankEntry& rank = ranks_[key.rank];
@@ -98,10 +102,13 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
     KeepContribution(given, accepted.epoch);
     ledger_.Advance(given.chunk, given.micro_step_end, given.final);
   } else {
+    // This can refuse, so it comes before the contribution counts as being added.
     if (!given.empty) BALLAST_RETURN_IF_ERROR(gradients_->MakePlace(chunk));
     gate_.StartAdding(key.rank);
   }
   if (given.empty) {
+    // The process may die before the ledger's word is stored, and then the rank says it again. Said
+    // twice it means the same.
     open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
     if (kept_ != nullptr) {
       KeepWord({.kind = KeptWord::Kind::kEmpty,
@@ -121,6 +128,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   const int chunk = static_cast<int>(given.chunk);
   Accepted accepted;
   {
+    // A plain lock and no section: nothing in here gives a waiting call its turn.
     MutexLock lock(mutex_);
     BALLAST_ASSIGN_OR_RETURN(accepted, Accept(key, given));
   }
@@ -140,6 +148,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   if (kept_ != nullptr && !given.empty && gradients_->changes_sum(chunk)) {
     lane = kept_->TakeSumLane(chunk,
                               KeptJob::TagOf(accepted.epoch, given.attempt, given.micro_step_end));
+    // Without a lane a later process must not rely on the sum until all is added.
     if (lane == nullptr) KeepLost(given, accepted.epoch);
   }
   AddToGradient(given, accepted.memory.get(), lane);
@@ -155,6 +164,8 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   {
     Section section(*this);
     if (broken()) return broken_;
+    // Both in one section: a newer stream of the rank waits for StopAdding, and is told then what
+    // the ledger has.
     ledger_.Advance(given.chunk, given.micro_step_end, given.final);
     gate_.StopAdding(key.rank);
     if (sums_here) {

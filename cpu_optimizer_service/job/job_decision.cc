@@ -23,6 +23,8 @@ namespace ballast {
 // ---------------------------------------------------------------- the decision
 
 void JobImpl::StartDecisionIfDue() {
+  // Called wherever the last condition may have come true: a last seal or vote, or a reader that
+  // stops.
   if (gate_.Ask(Admission::kDecide) != Answer::kGranted) return;
   gate_.StartDeciding();
   RunAfter([self = Self()] { self->StartTask([self] { self->RunDecision(); }); });
@@ -35,9 +37,13 @@ void JobImpl::RunDecision() {
   {
     MutexLock lock(mutex_);
     step = record_.committed_step + 1;
+    // Sums whose tasks are only queued are computed here, because ranks wait. Those tasks find
+    // nothing to claim then.
     claimed = sums_.ClaimAll();
   }
   if (std::find(claimed.begin(), claimed.end(), true) != claimed.end()) {
+    // An abort meanwhile does not clear the gradients: it waits for this task
+    // (GateState::deciding).
     environment_.tasks->ForEach(
         chunks,
         [self = Self(), step, claimed = std::move(claimed)](int64_t chunk) {
@@ -64,6 +70,8 @@ void JobImpl::DecideWhenComputed() {
                   if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
                   sums_.FinishAll();
                   // Ranks have voted since.
+                  // The sums stand from the time before the votes: a discard would have made the
+                  // step an open one, without them.
                   if (std::get<SealedStep>(step_).group_sums().has_value()) {
                     return DecideOrAwaitVotes();
                   }
@@ -80,6 +88,7 @@ void JobImpl::CombineAndDecide() {
       [&](int64_t count, absl::FunctionRef<void(int64_t)> body) { tasks.ForEach(count, body); });
   Section section(*this);
   gate_.StopComputing();
+  // Asked for once more: the step may have been aborted while the lock was free.
   EnterHere(Admission::kUpdate, -1,
             [this, self = Self(), group_sums = std::move(group_sums)](absl::Status admitted)
                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
@@ -97,6 +106,7 @@ void JobImpl::DecideOrAwaitVotes() {
   } else if (CheckVotes(sealed)) {
     return DecideOrTry(MakeDraft(sealed));
   }
+  // Votes that differ have been voided by now, so they are awaited like those that are missing.
   gate_.AwaitVotes();
 }
 
@@ -124,6 +134,8 @@ void JobImpl::DecideOrTry(Draft draft) {
     return RunAfter(
         [self = Self(), plan = std::move(plan)]() mutable { self->CarryOut(std::move(plan)); });
   }
+  // The bounds do not settle it, so the update is tried. After that they are finite, or the draft
+  // is a skip, and the next call decides.
   gate_.StartComputing();
   RunAfter([this, self = Self(), draft = std::move(draft)]() mutable {
     TryUpdate(draft);
@@ -149,6 +161,7 @@ void JobImpl::TryUpdate(Draft& draft) {
                        [&](int parameter) { return draft.update.update_counts[parameter]; });
   });
   for (StateBounds& bounds : draft.bounds) {
+    // What is tried is measured, so these bounds begin at zero and become the largest magnitudes.
     if (!bounds.finite()) bounds = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
   }
   // The first in the order of groups and of declaration, whichever chunk has it.
@@ -210,6 +223,7 @@ JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed) {
 std::string JobImpl::FirstNonFinite(const SealedStep& sealed) const {
   const auto is_finite = [](double sum) { return std::isfinite(sum); };
   if (std::all_of(sealed.group_sums()->begin(), sealed.group_sums()->end(), is_finite)) return "";
+  // It may find none: a rank can still write to memory that it shares after the sums were computed.
   const std::optional<ChunkPiece> found = gradients_->FirstNonFinite();
   if (!found.has_value()) return "";
   // Nearer to the cause than what has been summed over ranks.
@@ -235,10 +249,13 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   plan.coverage_complete = ledger_.IsWhole(plan.micro_steps);
   plan.update = std::move(draft.update);
   if (draft.outcome.decision.apply) bounds_ = std::move(draft.bounds);
+  // No stream is opened before the commit (kOpenStream), so these are all that are to be told.
   plan.listeners = ranks_.ByRank();
   plan.weights_in_place = ranks_.WeightsMemories();
   plan.outcome = draft.outcome;
   if (CanSpeculate()) {
+    // This drops versions that no word of the table names. A death between this and the decision's
+    // record changes nothing that a later process would find.
     plan.speculation = speculation_.Settle(
         *store_, ChunksAsSpeculated(layout_, plan.outcome, speculation_.begun_with(), plan.update),
         plan.outcome.decision.apply,
@@ -249,6 +266,8 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   } else {
     plan.speculation.chunks_left = static_cast<int64_t>(layout_.chunks().size());
   }
+  // The record is stored before any rank is told or any chunk is written: from here on a later
+  // process carries the step out, too.
   KeepDecision(plan, sealed.ranks()[0].attempt);
   gate_.Decide();
   step_ = std::move(sealed).Decide(std::move(draft.outcome));  // The commit point.
@@ -265,6 +284,7 @@ void JobImpl::CarryOut(UpdatePlan plan) {
                                                        : plan.speculation.dropped[rank]);
   }
   if (!plan.outcome.decision.apply) return Commit(std::move(plan));
+  // Only now, with the decision's record stored: with its word in the table a version is the state.
   store_->Publish(plan.speculation.published, plan.update.step);
   if (plan.speculation.chunks_left == 0) return Commit(std::move(plan));
   // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
@@ -358,6 +378,7 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
   }
   if (!write->in_place) Stored("a new version of a chunk");
   store_->Publish(*write, plan.update.step);
+  // After the chunk's word: up to that a later process needs the lane to go on with the update.
   if (lane != nullptr) kept_->GiveLane(lane);
   if (listener == nullptr) return;
   CountWeights(index, weights);
@@ -366,6 +387,8 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
 
 void JobImpl::TakeOverrides(const StepSettings& settings, const StepVote& vote) {
   std::vector<HyperParameters>& values = record_.hyper_parameters;
+  // In the order in which they were said; what an operator has changed since the step began comes
+  // last.
   for (const auto* said : {&settings.overrides, &vote.overrides}) {
     for (const auto& [group, overrides] : *said) values[group] = Apply(values[group], overrides);
   }
@@ -375,6 +398,7 @@ void JobImpl::TakeOverrides(const StepSettings& settings, const StepVote& vote) 
 }
 
 void JobImpl::Commit(UpdatePlan plan) {
+  // Before the lock is taken, since the last reference to a rank's memory unmaps it.
   plan.weights_in_place.clear();
   Section section(*this);
   if (broken()) return;
@@ -387,6 +411,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   sums_.Clear();
   speculation_.Recycle(std::move(plan.speculation.published));
   VoidAllTickets();
+  // A skipped step uses up its number, so chunks stand at it with the state that they had.
   if (!plan.outcome.decision.apply) store_->SetStep(plan.terms.step);
   trace_.Mark(TraceEventKind::kCommitted, plan.terms.step);
   const uint64_t step = plan.terms.step;
@@ -415,6 +440,7 @@ void JobImpl::Commit(UpdatePlan plan) {
 
 void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
   if (spec().keep_previous) {
+    // Before anything below changes what an undo is to bring back.
     record_.previous = PreviousState{.committed_step = record_.committed_step,
                                      .applied = decided.outcome.decision.apply,
                                      .hyper_parameters = record_.hyper_parameters,
@@ -442,6 +468,8 @@ void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
   record_.last_vote = std::move(decided.vote);
   if (kept_ != nullptr) kept_->FreeLeftSumLanes();
   record_.decision.reset();
+  // With the next epoch, words of the ledger and entries of the log count no more, in the same
+  // flip.
   ++record_.epoch;
   Keep();
 }

@@ -39,6 +39,8 @@ absl::StatusOr<Job::Uploader> JobImpl::BeginFirstWeights(const RankHolder& holde
     };
     swap();
     try {
+      // Before any of these weights is there, so that where a later process finds them, the record
+      // has the step and the counts of their state.
       Keep();
     } catch (...) {
       swap();  // What is not kept has not begun.
@@ -52,6 +54,7 @@ absl::StatusOr<Job::Uploader> JobImpl::BeginFirstWeights(const RankHolder& holde
 }
 
 absl::Status JobImpl::CheckFirst(int index, Plane plane, absl::Span<const float> values) const {
+  // The update takes the square root of these two.
   const bool squares = plane == Plane::kExpAvgSq || plane == Plane::kMaxExpAvgSq;
   const auto good = [squares](float value) {
     return std::isfinite(value) && (!squares || value >= 0);
@@ -97,6 +100,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
         "first weights of chunk ", index, " have ", size_bytes, " bytes, expected ",
         planes == 1 ? "" : absl::StrCat(planes, " planes of "), chunk.elements, " fp32 values"));
   }
+  // Gathered and checked apart, so that weights which are refused leave the chunk as it was.
   std::vector<float> values(planes * chunk.elements);
   auto* out = reinterpret_cast<std::byte*>(values.data());
   for (const auto& piece : payload) {
@@ -113,6 +117,8 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   // Nothing is waited for. While a load or a clearing is under way, the generation has risen and an
   // uploader of the older one is refused; a clearing itself touches no weights, and nothing reads
   // them before all are there.
+  // What is checked under this lock must hold until the planes are copied, so they are copied under
+  // it.
   MutexLock lock(mutex_);
   if (gate_.phase() == Phase::kClosed) return CheckUsable();
   if (uploader.has_value()) {
@@ -146,6 +152,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   for (int plane = planes; plane < kMaxPlanes && first_weights_.state() > 0; ++plane) {
     if (slot.planes[plane] != nullptr) std::fill_n(slot.planes[plane], chunk.elements, 0.0f);
   }
+  // After the planes: a later process takes this word for it that they are there.
   store_->SetArrived(static_cast<int>(index), true);
   first_weights_.Arrive(index);
   if (first_weights_.complete()) {

@@ -32,6 +32,8 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     ForgetFirstWeights(rank);
   }
+  // The flip comes before anything is cleared: after a death in between, a later process finds the
+  // step gone, and its ranks at an older generation.
   ++record_.epoch;
   Keep();
   step_ = std::monostate();  // Nothing new can be added from here on.
@@ -56,6 +58,7 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
 
 bool JobImpl::MaySkipStep() const {
   const OpenStep* given = Undecided();
+  // The record of a skip needs the step's terms, which an attempt lacks until a rank begins it.
   if (given == nullptr || given->lacks_terms() || spec().on_abort != OnAbort::kSkip) return false;
   return std::all_of(given->ranks().begin(), given->ranks().end(),
                      [](const RankInStep& rank) { return rank.begun; });
@@ -63,6 +66,8 @@ bool JobImpl::MaySkipStep() const {
 
 bool JobImpl::WasGivenUp(uint64_t step, int rank) const {
   if (step == 0 || step != given_up_step_ || step < record_.committed_step) return false;
+  // A rank that has begun the next step knows of the skip. What it says of the older step is an
+  // error again.
   const OpenStep* next = Undecided();
   return next == nullptr || !next->ranks()[rank].begun;
 }
@@ -94,6 +99,9 @@ KeptDecision JobImpl::SkipOf(const OpenStep& given, absl::string_view why) {
 // go on in the same generation.
 void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
   KeptDecision skip = SkipOf(*Undecided(), why);
+  // From here on what comes for the step is dropped. Nothing is stored before it is cleared: should
+  // the process die before, the next one goes on with the step, and nobody has been told of its
+  // end.
   given_up_step_ = skip.outcome.step;
   step_ = std::monostate();
   VoidAllTickets();
@@ -107,6 +115,8 @@ void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> the
               ClearStep();
               trace_.Mark(TraceEventKind::kCommitted, outcome.step);
               RecordStep(std::move(skip), /*times=*/{});
+              // After the record's flip. A process that takes over in between does it
+              // (TakeOverState).
               store_->SetStep(outcome.step);
               RunAfter([listeners = ranks_.ByRank(), lenders = ranks_.TakeLenders(),
                         outcome = std::move(outcome)]() mutable {
@@ -129,6 +139,7 @@ void JobImpl::FinishClearing() {
 }
 
 void JobImpl::ClearStep() {
+  // kFinishClear was granted, so no other thread reads or writes any of this.
   speculation_.DropAll(*store_);
   ledger_.Clear();
   sums_.Clear();

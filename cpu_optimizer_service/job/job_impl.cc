@@ -30,6 +30,8 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
                                                            bool is_there) {
   BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
   // A short description may have millions of shards. Of more than kMaxShards none is laid out.
+  // Reserved only while the layout is made: the job's own reservation counts these tables, too
+  // (NeedOf).
   MemoryBudget::Reservation room;
   if (const int64_t bytes = ShardTableBytes(identity.spec.layout);
       bytes > 0 && bytes <= kBytesOfShard * kMaxShards) {
@@ -71,6 +73,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
 
 absl::Status JobImpl::Allocate() {
   absl::Status status = AllocateParts();
+  // Of a job that is taken over nothing can be left out: its memory was made before.
   const bool may_do_without = kept_ == nullptr || !kept_->taken_over();
   if (absl::IsResourceExhausted(status) && need_.speculation_bytes > 0 && may_do_without) {
     // Without second versions, then. Also where the budget has room and the system has none: it
@@ -96,6 +99,8 @@ absl::Status JobImpl::Allocate() {
   };
   weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
                                              WeightBufferCount(layout_), start_parked);
+  // The record is stored last: where a later process finds one it takes the job over, and refuses a
+  // job of which a part is missing.
   if (kept_ == nullptr || kept_->taken_over()) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(kept_->StoreIdentity());
   MutexLock lock(mutex_);
@@ -105,6 +110,8 @@ absl::Status JobImpl::Allocate() {
 
 absl::Status JobImpl::AllocateParts() {
   const std::string owner = absl::StrCat("job ", spec().name);
+  // An earlier try may have failed half way. Its memory goes before its share of the budget, so
+  // that no other job is admitted into memory that is still in use.
   gradients_.reset();
   store_.reset();
   reservation_ = {};
@@ -115,11 +122,14 @@ absl::Status JobImpl::AllocateParts() {
             ? owner
             : absl::StrCat(owner, ", with ", need_.previous_bytes, " bytes for keep_previous,");
     BALLAST_ASSIGN_OR_RETURN(reservation_, environment_.budget->Reserve(need_.total_bytes(), what));
+    // The budget is the operator's limit; this asks what the machine and its control group have
+    // left.
     if (environment_.named_memory != nullptr) {
       BALLAST_RETURN_IF_ERROR(environment_.named_memory->Admit(need_.total_bytes(), what));
     }
   }
   BALLAST_RETURN_IF_ERROR(AllocateKept());
+  // After AllocateKept, which finds out whether second versions belong to what is needed.
   // A limit that has become lower makes it no less.
   if (is_there) reservation_ = environment_.budget->Take(need_.total_bytes());
   ArenaFactory& arenas = kept_ != nullptr ? kept_->arenas() : *environment_.arenas;
@@ -142,6 +152,8 @@ absl::Status JobImpl::AllocateParts() {
 JobImpl::Section::Section(JobImpl& job) : job_(job) { job_.mutex_.Lock(); }
 
 JobImpl::Section::~Section() {
+  // What has been left for afterwards must still run if a turn finds no memory: it has the answers
+  // of other calls. So the job breaks below, where the lock is free, which Break takes.
   bool given = true;
   try {
     job_.gate_.GiveTurns();
@@ -153,6 +165,7 @@ JobImpl::Section::~Section() {
   std::vector<After> after = std::exchange(job_.after_, {});
   job_.mutex_.Unlock();
   if (!given) job_.Break();
+  // Each on its own, so that one without memory keeps no other from its answer.
   for (After& run : after) job_.Guarded(std::move(run));
 }
 
@@ -162,10 +175,13 @@ void JobImpl::Break() noexcept {
     MutexLock lock(mutex_);
     if (broken() || gate_.phase() == Phase::kClosed) return;
     gate_.Break();
+    // From here on no call finds a step to add to. What still runs finds the job broken when it
+    // takes the lock next.
     step_ = std::monostate();
     ranks = ranks_.size();
   }
   step_over_.NotifyAll();
+  // One rank after the other, with the lock taken anew for each: a list of them would need memory.
   for (int rank = 0; rank < ranks; ++rank) {
     std::shared_ptr<RankListener> listener;
     {
@@ -244,6 +260,7 @@ Pending JobImpl::Enter(Admission admission, int rank, Turn turn, std::shared_ptr
 }
 
 Pending JobImpl::PendingOf(std::shared_ptr<uint64_t> number) {
+  // Weak: a caller may keep its Pending for long, and that must not keep the job's memory.
   return Pending([weak = weak_from_this(), number = std::move(number)] {
     const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
     if (self == nullptr) return;
@@ -271,6 +288,7 @@ void JobImpl::TellWaiting() {
     const OpenStep* given = Undecided();
     if (given == nullptr || !given->SecondsSinceFirstSeal().has_value()) return;
     const bool voting = gate_.phase() == Phase::kVoting;
+    // All have sealed, and the engine is at work: no rank waits for another one.
     if (!voting && std::holds_alternative<SealedStep>(step_)) return;
     step = given->terms().step;
     awaited = voting ? std::get<SealedStep>(step_).RanksWithoutVote() : given->UnsealedRanks();
@@ -285,6 +303,7 @@ void JobImpl::TellWaiting() {
 
 std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   MutexLock lock(mutex_);
+  // In other phases nobody waits for a rank, so no deadline applies.
   if (gate_.phase() != Phase::kOpen && gate_.phase() != Phase::kVoting) return std::nullopt;
   const OpenStep* given = Undecided();
   return given == nullptr ? std::nullopt : given->SecondsSinceFirstSeal();
@@ -295,6 +314,8 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
                [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                      if (!admitted.ok()) return Reply<uint64_t>(std::move(done), admitted);
+                     // Kept for the answer: a step that is decided as a skip raises the committed
+                     // step.
                      const uint64_t step = record_.committed_step + 1;
                      // What is still on its way must not meet the next attempt.
                      GiveUpStep(
@@ -314,6 +335,8 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
       Annotate(Validate(changed), absl::StrCat("group ", spec().groups[group].name)));
   record_.hyper_parameters[group] = changed;
   if (!std::holds_alternative<std::monostate>(step_)) {
+    // The step in progress puts its own overrides into force when it is committed. A change that an
+    // operator makes meanwhile is newer, so it is applied once more after them.
     record_.later_changes[group] = Merge(record_.later_changes[group], changes);
   }
   // They are an operator's, not the last step's.
@@ -328,11 +351,13 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
 bool JobImpl::IsBetweenSteps() const {
   MutexLock lock(mutex_);
   const Phase phase = gate_.phase();
+  // The step of a broken job never ends, so a drain must not wait for it.
   return broken() || phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
 }
 
 bool JobImpl::IsAbandoned() const {
   MutexLock lock(mutex_);
+  // In the other phases of a step the engine brings it to its end, whoever is there.
   if (gate_.phase() != Phase::kOpen && gate_.phase() != Phase::kVoting) return false;
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].listener != nullptr) return false;
@@ -344,6 +369,7 @@ Pending JobImpl::Close(Done<bool> done) {
   return Enter(Admission::kClose, -1,
                [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     // Another call has closed the job: then this one is done, too.
                      if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
                      // What still runs of a broken job keeps it until it has ended.
                      if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed)
@@ -357,6 +383,8 @@ Pending JobImpl::Close(Done<bool> done) {
                                      [this, self, done = std::move(done)]()
                                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                                            gate_.Close();
+                                           // After this flip a later process finds no job, so that
+                                           // memory may go part by part.
                                            record_.closed = true;
                                            Keep();
                                            step_over_.NotifyAll();

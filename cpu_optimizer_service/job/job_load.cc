@@ -52,6 +52,7 @@ absl::Status JobImpl::CheckLoadable(const Checkpoint& checkpoint) const {
         std::find_if(index.groups.begin(), index.groups.end(),
                      [&](const CheckpointIndex::Group& g) { return g.name == group.name; });
     if (saved == index.groups.end()) return refuse("it has no group ", group.name);
+    // It says which planes there are, in the checkpoint and in the job.
     if (saved->hyper_parameters.amsgrad != group.hyper_parameters.amsgrad) {
       return refuse("amsgrad of group ", group.name, " differs");
     }
@@ -67,6 +68,7 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
   for (int plane = 0; plane < kMaxPlanes; ++plane) {
     float* const to = write.to.planes[plane];
     if (to == nullptr) continue;
+    // Padding belongs to no piece and must be zero.
     std::fill_n(to, chunk.elements, 0.0f);
     for (const ChunkPiece& piece : layout_.Pieces(index)) {
       if (!status.ok()) break;
@@ -75,6 +77,8 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
                                absl::MakeSpan(to + piece.chunk_offset, piece.elements));
     }
   }
+  // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load
+  // or a close helps.
   store_->Publish(write, checkpoint.index().step);
   return status;
 }
@@ -132,14 +136,17 @@ Pending JobImpl::Load(LoadRequest request, Done<CheckpointInfo> done) {
   auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));
   const auto call = std::make_shared<LoadCall>();
   const auto load = [this, self = Self(), request = std::move(request), shared_done, number, call] {
+    // Its caller may have gone while it was queued behind other loads and saves.
     if (!call->Begin()) return;
     absl::StatusOr<OpenedCheckpoint> opened = OrOutOfMemory([&] { return OpenToLoad(request); });
     absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
+    // To verify a large checkpoint takes long. Up to here nothing of the job has changed.
     if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
     if (!status.ok()) return std::move(*shared_done)(std::move(status));
     auto checkpoint = std::make_shared<const OpenedCheckpoint>(*std::move(opened));
     const auto start = [this, self, shared_done,
                         checkpoint]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      // The step is cleared. Before anything is written, those who read in place have to end.
       gate_.StartLoading();
       EnterHere(Admission::kReplaceState, -1,
                 [this, self, shared_done, checkpoint](absl::Status admitted)
@@ -172,6 +179,7 @@ Pending JobImpl::Load(LoadRequest request, Done<CheckpointInfo> done) {
   };
   environment_.disk_threads->Run([self = Self(), load] { self->Guarded(load); });
   return Pending([in_gate = PendingOf(number), call, shared_done] {
+    // Either this or the disk thread has the Done, whichever moved the state first.
     if (call->Cancel()) return std::move(*shared_done)(absl::CancelledError(kGivenUp));
     in_gate.Cancel();
   });
@@ -211,6 +219,8 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
   }
   Section section(*this);
   if (broken()) return Reply<CheckpointInfo>(std::move(done), broken_);
+  // The record still says that the checkpoint is being loaded. Where the process dies before the
+  // flip below, the next one loads it again.
   gate_.FinishLoading(/*torn=*/!status.ok());
   if (!status.ok()) {
     record_.torn_by = opened.directory;
@@ -220,6 +230,7 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
   }
   const CheckpointIndex& index = checkpoint.index();
   record_.committed_step = index.step;
+  // Previous versions are of what the load has replaced, and so there is nothing to undo.
   record_.previous.reset();
   record_.last_vote = {};
   save_schedule_.SavedAt(index.step, Clock::now());
@@ -242,6 +253,7 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
       }
     }
   }
+  // A checkpoint may be loaded in place of first weights.
   first_weights_.CompleteAll();
   record_.torn_by.clear();
   record_.loading.reset();
@@ -312,6 +324,8 @@ void JobImpl::UndoNow(Done<uint64_t> done) {
                    ToString(record_.generation.Next()), "; attach again"),
       [this, self = shared_from_this(), step, undone, applied, done = std::move(done)]()
           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+            // The record has flipped. A skipped step changed no chunk, so only the number in the
+            // table's words goes back.
             if (applied) {
               store_->SwitchBack(step);
             } else {

@@ -67,6 +67,7 @@ class JobImpl::Stream : public RankStream {
     waiting->Begin(std::move(done));
     Pending pending;
     const bool in_memory = RunsInMemory([&] {
+      // Before the call begins, so that Break finds it wherever it has come to.
       job->stream_calls_.Add(key_.rank, waiting);
       pending = call(
           *job, [waiting](absl::StatusOr<bool> result) { waiting->Answer(std::move(result)); });
@@ -94,6 +95,8 @@ absl::Status JobImpl::CheckGeneration(const Generation& generation) const {
 }
 
 absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
+  // First: Break has closed all streams, and its reason is to be told, not that the stream was
+  // replaced.
   if (broken()) return CheckUsable();
   if (ranks_.IsCurrent(key)) return CheckUsable();
   return WithReason(
@@ -142,6 +145,8 @@ absl::Status JobImpl::CheckAttachRequest(const AttachRequest& request) const {
 absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
   if (request.generation.has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
+    // Clients reopen streams by themselves. If that took the rank back, two processes would take it
+    // from each other again and again.
     if (ranks_.IsTakenFrom(request.rank, request.process_id)) {
       return WithReason(absl::AbortedError(absl::StrCat(
                             "another process has taken rank ", request.rank, " of job ",
@@ -167,6 +172,7 @@ absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
 }
 
 absl::Status JobImpl::CheckMayOpen(const OpenStreamRequest& request) const {
+  // First: closing raises the generation, too, and the caller is to learn that the job is gone.
   if (gate_.phase() == Phase::kClosed) return CheckUsable();
   BALLAST_RETURN_IF_ERROR(CheckGeneration(request.generation));
   BALLAST_RETURN_IF_ERROR(CheckUsable());
@@ -199,6 +205,8 @@ Pending JobImpl::Attach(AttachRequest request, Done<Attachment> done) {
 }
 
 void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
+  // The older process may still be there, with gradients on their way. A rank whose stream has
+  // ended between steps is free, and so taken from nobody.
   const bool taken = ranks_.IsTakenFrom(request.rank, request.process_id);
   // Another session of the same process may bring other first weights.
   const bool begins = !request.rejoin && !request.generation.has_value();
@@ -209,6 +217,7 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
       ForgetFirstWeights(rank);
     }
     ranks_.Take(rank, process_id, detached);
+    // A later process has to know, too, which process had the rank last and may rejoin.
     Keep();
     return detached;
   };
@@ -279,6 +288,8 @@ Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListe
       [this, self = shared_from_this(), rank, number, request = std::move(request),
        listener = std::move(listener), done = std::move(done)](absl::Status admitted)
           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+            // Asked at each admission: while the call waited, the generation may have risen, or
+            // another process may have taken the rank.
             if (admitted.ok()) admitted = CheckMayOpen(request);
             if (!admitted.ok()) {
               return Reply<std::unique_ptr<RankStream>>(std::move(done), admitted);
@@ -321,6 +332,7 @@ void JobImpl::CloseStream(const StreamKey& key) {
   std::shared_ptr<RankListener> listener;  // Destroyed outside the lock.
   MutexLock lock(mutex_);
   if (!ranks_.IsCurrent(key)) return;
+  // A stream that was replaced ends without a trace, since the rank is its successor's.
   listener = ranks_.CloseStream(key.rank, HasBegun(key.rank));
 }
 
@@ -347,6 +359,7 @@ RankPosition JobImpl::PositionOf(int rank) const {
   position.committed_step = committed_step();
   const OpenStep* given = Undecided();
   if (given == nullptr) return position;
+  // Also of an attempt that the rank has not begun: it may have discarded those before.
   position.attempt = given->ranks()[rank].attempt;
   if (!given->ranks()[rank].begun) return position;
   position.open_step = given->terms().step;
@@ -377,6 +390,7 @@ absl::Status JobImpl::GiveRankMemory(const RankHolder& holder,
   const auto give = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::StatusOr<bool> {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(holder.generation));
     BALLAST_RETURN_IF_ERROR(CheckHolder(holder.rank, holder.process_id));
+    // Gradients of the step may lie in the memory that the rank has now.
     if (HasBegun(holder.rank)) {
       return absl::FailedPreconditionError(absl::StrCat(
           "rank ", holder.rank, " of job ", spec().name, " is in the middle of a step"));
@@ -401,6 +415,7 @@ absl::Status JobImpl::GiveRankMemory(const RankHolder& holder,
 void JobImpl::DropRankMemory(int rank, const RankMemory* memory) {
   std::shared_ptr<const RankMemory> dropped;  // Unmapped after the lock.
   MutexLock lock(mutex_);
+  // The record may still name it. A later process finds no such memory, and goes on without.
   dropped = ranks_.DropMemory(rank, memory);
 }
 

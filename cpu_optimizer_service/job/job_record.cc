@@ -27,8 +27,10 @@ void StepHistory::Add(StepRecord record, bool coverage_complete) {
   statistics.awaiting.Add(record.times.awaiting);
   statistics.deciding.Add(record.times.deciding);
   statistics.updating.Add(record.times.updating);
+  // Updates are counted as speculated when they are made; what became of them is known only now.
   speculation.published += record.speculation.published;
   speculation.redone += record.speculation.redone;
+  // The whole history is a part of the record that is stored at each step, so it must stay small.
   std::vector<std::string>& names = record.outcome.unused_parameters;
   names.resize(std::min(names.size(), kRecordedNames));
   recent_steps.push_back(std::move(record));

@@ -43,6 +43,8 @@ class JobImpl::KeptRankMemory final : public RankMemory {
 namespace {
 
 // Whether a lane's word is one of a chunk that the job has.
+// Lanes have no checksum, so this is asked before a word is used as an index: a wrong one would
+// have elements copied to anywhere.
 template <typename Word>
 bool Fits(const Word& word, const Layout& layout, int64_t most_of_a_turn) {
   return word.chunk < layout.chunks().size() && word.done <= layout.chunks()[word.chunk].elements &&
@@ -75,6 +77,8 @@ void JobImpl::Keep() {
   std::vector<KeptJob::Rank> ranks(ranks_.size());
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     const RankEntry& entry = ranks_[rank];
+    // A rank's process may have let go of its memory, in which the step in progress still reads
+    // gradients. Then a later process must find the lender.
     const auto& memory = entry.lender != nullptr ? entry.lender : entry.memory;
     ranks[rank] = {.last_process_id = entry.last_process_id,
                    .memory = memory == nullptr ? std::string() : std::string(memory->kept_name())};
@@ -85,6 +89,8 @@ void JobImpl::Keep() {
 }
 
 // Better than what the job was some time ago.
+// A record that stays behind would have a later process go on from an older step, over chunks that
+// are at a newer one.
 void JobImpl::StopKeeping(const absl::Status& why) {
   kept_->GiveUp();
   if (!environment_.warn) return;
@@ -127,6 +133,7 @@ void JobImpl::KeepLost(const Contribution& given, uint64_t epoch) {
                                          .attempt = given.attempt,
                                          .next_micro_step = given.micro_step_begin,
                                          .kept = GradientStore::Kept::kLost});
+  // The word, then the first change of the sum.
   KeepOrderOfStores();
 }
 
@@ -142,6 +149,7 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
     BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<JobImpl> job,
                              Describe(kept->identity(), environment, /*is_there=*/true));
     job->kept_ = std::move(kept);
+    // Memory that is missing would otherwise be made anew, and its zeros taken for the job's state.
     job->kept_->arenas().MustBeLeft(true);
     BALLAST_RETURN_IF_ERROR(job->Allocate());
     job->kept_->arenas().MustBeLeft(false);
@@ -170,6 +178,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
         ranks.size() != static_cast<size_t>(ranks_.size())) {
       return absl::DataLossError("its record is not of its description");
     }
+    // Ranks that come back may not have been told yet that the step was skipped.
     if (const auto& steps = record_.history.recent_steps;
         !steps.empty() && steps.back().outcome.step == record_.committed_step &&
         steps.back().outcome.skip_cause == SkipCause::kNotKept) {
@@ -191,6 +200,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       gate_.StartLoading();
       absl::StrAppend(&story, ", and loads ", loading->path, " again");
     } else if (!record_.torn_by.empty()) {
+      // The gate gets into this state only by its own moves.
       gate_.StartLoading();
       gate_.FinishLoading(/*torn=*/true);
       absl::StrAppend(&story, ", torn: loading ", record_.torn_by, " did not end");
@@ -200,11 +210,15 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
                       " was decided, and has been carried out to its end");
     } else {
       // A step that was given up, or undone, may be so in the record alone.
+      // SwitchBack first: it sees by their steps which chunks have not gone back, and after SetStep
+      // all steps are the same.
       if (record_.undid_update) store_->SwitchBack(record_.committed_step);
       store_->SetStep(record_.committed_step);
       TakeOverStep(story);
     }
   }
+  // Without the lock, on a thread that may wait for the disk. The gate says meanwhile that the job
+  // is loading.
   if (loading.has_value()) {
     const LoadRequest request = {.path = loading->path, .weights_only = loading->weights_only};
     environment_.disk_threads->Run(
@@ -219,6 +233,8 @@ void JobImpl::TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string&
     const KeptJob::Rank& kept = left[rank];
     std::shared_ptr<const RankMemory> memory;
     if (!kept.memory.empty()) {
+      // The name may be there without the memory: its process has let go of it, or all of the
+      // service's processes have ended where a directory keeps the rest (NamedMemory::KeepsShared).
       auto arena = environment_.named_memory->Open(kept.memory);
       RankMemoryLayout places(layout_, spec().groups, rank);
       if (arena.ok() && (*arena)->size_bytes() >= places.size_bytes()) {
@@ -230,6 +246,8 @@ void JobImpl::TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string&
     }
     ranks_.Restore(rank, kept.last_process_id, std::move(memory), RankMemoryBytes(rank));
   }
+  // Memory that is not in the record: the process died before it stored that, or the rank has had
+  // other memory since.
   for (const std::string& label : kept_->arenas().Left("rank ")) {
     environment_.named_memory->Forget(kept_->arenas().NameOf(label));
   }
@@ -250,6 +268,7 @@ void JobImpl::LoadAgain(const LoadRequest& request) {
   }
   {
     Section section(*this);
+    // The earlier process may have replaced a part of the state already.
     gate_.FinishLoading(/*torn=*/true);
     record_.torn_by = request.path;
     record_.loading.reset();
@@ -273,6 +292,8 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
                                .hyper_parameters = decision.hyper_parameters,
                                .multipliers = decision.outcome.decision.multipliers,
                                .update_counts = decision.update_counts};
+    // Chunks with a lane are half new. Two lanes of one chunk cannot be: each chunk is updated
+    // once.
     std::map<int, RedoLane*> lanes;
     BALLAST_ASSIGN_OR_RETURN(const std::vector<RedoLane*> in_use, kept_->LanesInUse(step));
     for (RedoLane* lane : in_use) {
@@ -282,6 +303,8 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
         return NotAsStored(kept_->arenas().WhatIs("redo"));
       }
     }
+    // The gradients are all there, and the update depends on nothing else, so the bits are those of
+    // the process that died.
     environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t chunk) {
       const auto found = lanes.find(static_cast<int>(chunk));
       RollForwardChunk(update, static_cast<int>(chunk),
@@ -301,6 +324,7 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
 // May itself be cut off by a death, and be done again by the next process.
 void JobImpl::RollForwardChunk(const StepUpdate& update, int index, RedoLane* lane) {
   if (store_->step(index) == update.step) {
+    // Its word is stored, so the update is whole: the process died before it gave back the lane.
     if (lane != nullptr) kept_->GiveLane(lane);
     return;
   }
@@ -314,6 +338,8 @@ void JobImpl::RollForwardChunk(const StepUpdate& update, int index, RedoLane* la
   chunk.redo = lane;
   if (lane != nullptr) {
     const RedoWord word = RedoWord::Unpack(lane->word);
+    // The turn that the word names is whole in the lane, and may be there in part in the planes, so
+    // it is copied once more. A lane that was just taken names a turn of no elements.
     const RedoTurn& turn = lane->turns[word.turn];
     for (int plane = 0; plane < kMaxPlanes; ++plane) {
       float* const to = chunk.to.planes[plane];
@@ -336,6 +362,7 @@ void JobImpl::TakeOverStep(std::string& story) {
         if (status.ok()) status = Replay(word);
       });
   if (status.ok()) status = read;
+  // Seals and votes are not in the log: ranks that come back say them again.
   auto* open = std::get_if<OpenStep>(&step_);
   if (status.ok() && open == nullptr) {
     if (!kept_->HasContributions(record_.epoch)) return kept_->FreeLeftSumLanes();
@@ -363,6 +390,7 @@ void JobImpl::TakeOverStep(std::string& story) {
   gradients_->ClearAll();
   ledger_.Clear();
   if (open != nullptr) {
+    // Replaying the log has opened the step in the gate, too.
     gate_.StartClearing();
     gate_.FinishClearing();
   }
@@ -386,6 +414,8 @@ absl::Status JobImpl::Replay(const KeptWord& word) {
     return absl::DataLossError(absl::StrCat("what rank ", word.rank, " said of step ", word.step,
                                             " is not of the step in progress"));
   }
+  // Until another attempt begins nothing is computed ahead of the decision: `speculation_` has not
+  // begun this one.
   if (std::holds_alternative<std::monostate>(step_)) {
     gate_.BeginStep();
     step_ = OpenStep(word.step, layout_.world_size(),
@@ -413,6 +443,8 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
     const int rank = layout_.chunks()[chunk].rank;
     const KeptJob::Contribution found =
         kept_->ReadContribution(chunk, record_.epoch, attempts[rank]);
+    // Nothing of this epoch and attempt: the chunk has no gradient yet, or its rank has discarded
+    // it.
     if (found.next_micro_step == 0) continue;
     const std::byte* borrowed = nullptr;
     if (found.kept == GradientStore::Kept::kBorrowed && ranks_[rank].memory != nullptr) {
@@ -422,6 +454,7 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
     BALLAST_RETURN_IF_ERROR(gradients_->Restore(chunk, found.kept, borrowed));
     ledger_.Advance(chunk, found.next_micro_step, found.closed);
   }
+  // First all words are checked, then one is used as an index.
   bool all_fit = true;
   kept_->LookAtSumLanes([&](const SumLane& lane) {
     all_fit = all_fit && Fits(SumWord::Unpack(lane.word), layout_, kSumTurnElements);
@@ -434,6 +467,8 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
     const uint64_t next = KeptJob::TagOf(record_.epoch, attempt, ledger_.next_micro_step(chunk));
     // Of this attempt, and behind what the ledger has: a tag's last bits are its micro-steps.
     const bool is_current = (lane.tag ^ next) >> KeptJob::kMicroStepBits == 0;
+    // A tag that is not above is of a contribution that the ledger has: the process died before it
+    // gave back the lane. Such a lane is freed.
     if (!is_current || lane.tag <= next || !gradients_->changes_sum(chunk)) return false;
     gradients_->Resume(lane);
     return true;

@@ -66,6 +66,8 @@ Pending JobImpl::Save(SaveRequest request, Done<CheckpointInfo> done) {
             SaveNow(saving, number);
           },
       number);
+  // Weak, both: a caller may keep its Pending for long, and that must keep neither the job's memory
+  // nor the pins.
   return Pending([weak = weak_from_this(), weak_saving = std::weak_ptr(saving), number] {
     const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
     const auto saving = weak_saving.lock();
@@ -117,6 +119,7 @@ void JobImpl::SaveIfDue() {
     }
     return;
   }
+  // Counted from here, however the save ends: one that fails is tried again when the next is due.
   save_schedule_.SavedAt(step, now);
   // Before the ranks are told of the commit, so that no later step is saved.
   RunAfter([this, self = Self(), step] {
@@ -133,6 +136,7 @@ void JobImpl::TakeOverSaves() {
   if (!newest.has_value()) return;
   // The clock may have gone back since.
   const int64_t ago = std::max<int64_t>(UnixMilliseconds() - newest->saved_unix_ms, 0);
+  // An undo may have gone back behind the newest checkpoint.
   save_schedule_.SavedAt(std::min(newest->step, record_.committed_step),
                          Saving::Clock::now() - std::chrono::milliseconds(ago));
 }
@@ -144,6 +148,8 @@ void JobImpl::WarnOfSave(uint64_t step, const absl::Status& why) const {
 }
 
 void JobImpl::SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> number) {
+  // To make slots of named memory takes long, and is not done under the lock. Where none has to be
+  // made the save pins now, and steps go on beside it.
   const bool has_room = store_->HasRoom(room_.get());
   if (has_room) {
     const absl::Status pinned = PinToSave(*saving);
@@ -156,6 +162,9 @@ void JobImpl::SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> 
       return Reply<CheckpointInfo>(std::move(saving->done), pinned);
     }
   }
+  // Otherwise the save becomes a reader, for which the next decision waits. Slots are made on a
+  // thread that may wait, and then the pins take the reader's place. Where the budget has no room
+  // for them, it reads to its end.
   const uint64_t waits =
       EnterHere(Admission::kRead, -1,
                 [this, self = Self(), saving, has_room](absl::Status admitted)
@@ -190,6 +199,7 @@ void JobImpl::EnterSaving(const std::shared_ptr<Saving>& saving) {
   saving->info = {.directory = request.folder,
                   .step = record_.committed_step,
                   .generation = record_.generation};
+  // A copy: the record goes on with the steps, and the checkpoint is of this one.
   CheckpointIndex index = MakeIndex(record_);
   index.saved_unix_ms = UnixMilliseconds();
   index.asked_for = request.asked_for;
@@ -214,11 +224,14 @@ absl::Status JobImpl::MakeRoom() {
   }
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<ChunkStore::Room> room, store_->MakeRoom());
   MutexLock lock(mutex_);
+  // What was there before goes after the lock.
   room_.swap(room);
   return absl::OkStatus();
 }
 
 void JobImpl::MakeRoomAndStart(const std::shared_ptr<Saving>& saving) {
+  // Without the lock, which steps and streams want: in named memory this makes files with all their
+  // pages.
   const absl::Status made = OrOutOfMemory([&] { return MakeRoom(); });
   Section section(*this);
   if (saving->cancelled) return;
@@ -243,6 +256,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   {
     MutexLock lock(mutex_);
     if (saving->cancelled) return;
+    // From here on there may be files, so a cancel comes too late.
     saving->writes = true;
   }
   const absl::Status begun = OrOutOfMemory([&] { return saving->writer->Begin(); });
@@ -253,8 +267,10 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
       saving->snapshot.has_value() && !environment_.draining->load(std::memory_order_relaxed);
   HelperThreads& threads =
       in_background ? *environment_.writing_threads : *environment_.disk_threads;
+  // This thread writes, too, unless the save is to leave the processors to steps.
   const int helpers = std::min(kStreams, saving->writer->parts()) - (in_background ? 0 : 1);
   int started = 0;
+  // Without memory for a further helper, those that there are write all parts.
   while (started < helpers && RunsInMemory([&] {
            threads.Run([this, self = Self(), saving] { Guarded([&] { SaveParts(saving); }); });
          })) {
@@ -264,6 +280,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   absl::Status first_error;
   {
     MutexLock lock(saving->mutex);
+    // EndSaving gives the directory its name or removes it, so no thread may write there any more.
     while (saving->writing > 0 || saving->has_more()) {
       saving->part_ended.WaitUntil(saving->mutex, Saving::Clock::now() + kLookForTheEnd);
       if (!saving->has_more() || !environment_.draining->load(std::memory_order_relaxed)) continue;
@@ -280,6 +297,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
 void JobImpl::SaveParts(const std::shared_ptr<Saving>& saving) {
   const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
     const std::string& name = saving->writer->index().parameters[parameter].name;
+    // The index leaves out frozen parameters, so its numbers are not those of the job.
     const int p = layout_.FindParameter(name);
     if (saving->snapshot.has_value()) {
       saving->snapshot->Read(p, of, offset, out);
@@ -296,6 +314,7 @@ void JobImpl::SaveParts(const std::shared_ptr<Saving>& saving) {
         saving->status.Update(status);
         saving->part_ended.NotifyAll();
       }
+      // Also after an error, which makes all further parts pointless.
       if (!saving->has_more()) return;
       part = saving->next_part++;
       ++saving->writing;
@@ -331,6 +350,8 @@ void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Statu
 }
 
 void JobImpl::CancelSaving(const std::shared_ptr<Saving>& saving) {
+  // Without a writer the save has not begun. If it waited in the gate, Cancel there has answered
+  // it.
   if (saving->writer == nullptr || saving->writes || saving->cancelled) return;
   saving->cancelled = true;
   ForgetSaving(saving);

@@ -26,6 +26,7 @@ std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, doubl
   if (auto memory = rank.WeightsMemory(); memory != nullptr) {
     return speculation_.MakeTask(index, WeightBuffer::InPlace(std::move(memory), index));
   }
+  // Behind those that are parked already: the task that can run may be of another chunk.
   speculation_.Park(index);
   return NextParked();
 }
@@ -80,6 +81,8 @@ void JobImpl::RunProvisional(Speculation::Task task) {
     gate_.StartComputing(owner);
   }
   absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
+  // There may be no slot: a save or a snapshot has the other one, and the budget has no room for
+  // one more. Then the chunk is updated after the decision.
   if (write.ok()) {
     const TraceSpan span(trace_, TraceEventKind::kSpeculated, update->step, index);
     UpdateTo(*update, index, *write, task.weights);
@@ -87,6 +90,8 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   }
   const std::shared_ptr<RankListener> listener = FinishProvisional(task, write);
   if (listener == nullptr) return;
+  // It still counts as computing: the decision waits for it, so that no rank is told the decision
+  // before the provisional weights that it speaks of.
   CountWeights(index, task.weights);
   listener->OnProvisionalWeights(update->step, index, std::move(task.weights));
   Section section(*this);
@@ -108,6 +113,7 @@ std::shared_ptr<RankListener> JobImpl::FinishProvisional(
   } else {
     speculation_.Fail(index);
   }
+  // The contribution that waits for this drops the version (Accept), so its weights are not sent.
   if (superseded) gate_.StopSuperseded(owner);
   const RankEntry& rank = ranks_[owner];
   if (write.ok() && !superseded && AcceptsProvisional(rank, task.weights)) {

@@ -15,6 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// 640 MB by kBytesPerEvent, which is the most that one trace may reserve.
 constexpr int64_t kMostEvents = 4'000'000;
 // As they are recorded, in tables that double, and as they are put together and sorted.
 constexpr int64_t kBytesPerEvent = 4 * sizeof(TraceEvent);
@@ -58,6 +59,8 @@ absl::Status JobImpl::ReadShard(Generation generation, uint64_t step, int index,
                                                         " is at step ", store_->step(index),
                                                         ", not ", step));
     }
+    // From here on the lock is not needed: a decision, an undo and a load wait for this reader, so
+    // the chunk stays as it is.
     gate_.StartReading();
   }
   const Chunk& chunk = layout_.chunks()[index];
@@ -95,6 +98,7 @@ Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) 
     const std::vector<int> needed = layout_.ChunksOfParameter(parameter);
     chunks.insert(chunks.end(), needed.begin(), needed.end());
   }
+  // Parameters share chunks, and each chunk is pinned once.
   std::sort(chunks.begin(), chunks.end());
   chunks.erase(std::unique(chunks.begin(), chunks.end()), chunks.end());
   return Enter(Admission::kSnapshot, -1,
@@ -131,6 +135,7 @@ CheckpointIndex JobImpl::MakeIndex(const JobRecord& record) const {
   }
   for (int p = 0; p < static_cast<int>(spec().layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = spec().layout.parameters[p];
+    // A frozen parameter has no state in the service, so there is nothing to save of it.
     if (!parameter.trainable) continue;
     index.parameters.push_back({.name = parameter.name,
                                 .shape = parameter.shape,
@@ -143,7 +148,10 @@ CheckpointIndex JobImpl::MakeIndex(const JobRecord& record) const {
 
 std::string JobImpl::HashState(const CheckpointIndex& index) const {
   Sha256 sha256;
+  // 256 KiB at a time, whatever the size of a parameter.
   std::vector<float> buffer(1 << 16);
+  // By parameter and in row-major order, and without padding: how elements lie in chunks must not
+  // show.
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     sha256.AddValue(parameter.update_count);
     const int p = layout_.FindParameter(parameter.name);
@@ -168,6 +176,8 @@ std::string JobImpl::StateHash() {
                  [this, done = std::move(done)](
                      absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                    if (!admitted.ok()) return Reply<std::string>(std::move(done), admitted);
+                   // Hashing takes long, so it runs without the lock; the next decision waits for
+                   // it.
                    gate_.StartReading();
                    RunAfter([this, index = MakeIndex(record_), done = std::move(done)]() mutable {
                      std::string hash = HashState(index);
@@ -205,6 +215,7 @@ absl::StatusOr<Trace> JobImpl::TraceSteps(uint32_t steps,
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(CheckUsable());
+    // Of a step in progress the beginning has gone by, so the trace begins with the one after it.
     const uint64_t first_step =
         record_.committed_step + (std::holds_alternative<std::monostate>(step_) ? 1 : 2);
     last_step = first_step + steps - 1;

@@ -37,14 +37,17 @@ JobStatus JobImpl::Status() const {
   status.resumed_uid = record_.resumed_uid;
   status.hyper_parameters = record_.hyper_parameters;
   status.update_counts.resize(record_.update_counts.size());
+  // While first weights are awaited the record has the counts of the state that is being uploaded.
   if (first_weights_.complete()) status.update_counts = record_.update_counts;
   status.memory = need_;
   status.speculation_refused = speculation_refused_;
   status.speculation_paused = CanSpeculate() ? speculation_.paused() : 0;
+  // Between steps all accumulators are free, so the number is that of the last step.
   status.accumulators_in_use = std::holds_alternative<std::monostate>(step_)
                                    ? last_accumulators_in_use_
                                    : gradients_->accumulators_in_use();
   const std::vector<RankInStep>* in_step = nullptr;
+  // Each of the following that applies says more than what stands before it.
   status.phase = JobPhase::kReady;
   if (const auto* open = std::get_if<OpenStep>(&step_)) {
     status.phase = JobPhase::kOpen;

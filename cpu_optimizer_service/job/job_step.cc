@@ -60,6 +60,8 @@ absl::Status JobImpl::CheckIsNext(int rank, absl::string_view does, uint64_t ste
 }
 
 absl::Status JobImpl::OpenNextStep(uint64_t step) {
+  // Only new steps are refused: those that have begun go on to their end, and the drain waits for
+  // them.
   if (environment_.draining->load()) {
     return WithReason(absl::UnavailableError("the service is stopping and begins no new steps"),
                       reason::kStopping);
@@ -81,7 +83,8 @@ absl::Status JobImpl::CheckInAttempt(const OpenStep& open, int rank, uint32_t at
 
 absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
                                 const StepSettings& settings) {
-  // No turn is waited for: while a step is cleared no stream is current.
+  // No turn is waited for: while a step is cleared no stream is current, or, if it becomes a skip,
+  // the step is one that was given up (WasGivenUp).
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   if (settings.trainer_state.size() > kMaxTrainerStateBytes) {
@@ -100,12 +103,14 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
   }
   const bool brings_terms = open == nullptr || (open->IsLive(key.rank) && open->lacks_terms());
   if (brings_terms) {
+    // The settings are checked before the step is opened, so that a refusal leaves no open step.
     BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(at.step, settings));
     if (open == nullptr) BALLAST_RETURN_IF_ERROR(OpenNextStep(at.step));
     open = &std::get<OpenStep>(step_);
     // Of an operator's changes those before this are in the terms, and its overrides come last.
     if (record_.later_changes !=
         std::vector<HyperParameterOverrides>(record_.later_changes.size())) {
+      // In the record, too: a process that takes over would apply them over the step's overrides.
       record_.later_changes.assign(record_.later_changes.size(), {});
       Keep();
     }
@@ -150,6 +155,7 @@ absl::Status JobImpl::EndMicroStep(const StreamKey& key, StepAttempt at, uint32_
   BALLAST_RETURN_IF_ERROR(CheckInAttempt(*open, key.rank, at.attempt));
   const uint32_t ended = open->ranks()[key.rank].micro_steps_ended;
   BALLAST_RETURN_IF_ERROR(open->EndMicroStep(key.rank, micro_step, used));
+  // A repeat has its entry in the log already.
   if (kept_ != nullptr && open->ranks()[key.rank].micro_steps_ended > ended) {
     KeepWord({.kind = KeptWord::Kind::kEndMicroStep,
               .rank = key.rank,
@@ -191,6 +197,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
   {
     Section section(*this);
     BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+    // The step is a skip, and its decision is on the way to the rank: that answers the seal.
     if (WasGivenUp(step, key.rank)) return std::nullopt;
     if (HasAcceptedSeal(step, micro_steps)) {
       BALLAST_RETURN_IF_ERROR(RepeatSeal(key.rank, vote));
@@ -202,6 +209,8 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
     // Its last word counts.
     const bool sealed_before = open->ranks()[key.rank].sealed == micro_steps;
     if (!sealed_before) open->Unseal(key.rank);  // Until it is taken the rank has not sealed.
+    // The same seal again, from a stream that was opened again: it was checked when it was taken,
+    // and nothing was added since (CheckMayContribute).
     if (auto refused =
             sealed_before ? std::nullopt : CheckRank(Given(*open), key.rank, micro_steps)) {
       refused->attempt = at.attempt;
@@ -211,6 +220,8 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
       BALLAST_RETURN_IF_ERROR(CheckVote(spec(), open->terms(), key.rank, *vote));
     }
     for (const int chunk : layout_.chunks_of_rank(key.rank)) {
+      // Its sum holds a part of a contribution that was not acknowledged, and that the ledger does
+      // not count. A seal of fewer micro-steps would pass, with that part in the sum.
       if (!gradients_->half_added(chunk)) continue;
       return SealRefusal{
           .status = WithReason(
@@ -233,6 +244,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
                                return gradients_->HasNonZero(piece, sums_.current(piece.chunk));
                              });
     if (!refused.has_value()) {
+      // The step is whole. The engine goes on by itself, until it finds that votes are missing.
       SealedStep sealed = std::move(*open).Close();
       step_ = std::move(sealed);
       gate_.Seal();
@@ -242,6 +254,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
     }
     refusal = *std::move(refused);
     refusal.attempt = at.attempt;  // Of all: only equal attempts are sealed.
+    // All of them: whichever rank has to send more, a rank that has sealed may not.
     open->UnsealAll();
     for (int rank = 0; rank < layout_.world_size(); ++rank) {
       if (rank != key.rank && ranks_[rank].listener != nullptr) {
@@ -290,6 +303,8 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
   }
   BALLAST_ASSIGN_OR_RETURN(const bool current, given->CheckAttempt(key.rank, at.attempt));
   if (!current) return wrong(absl::StrCat(" in attempt ", at.attempt, ", which it has discarded"));
+  // Another rank has discarded the attempt, which this one could not know: so this is no error of
+  // its call, and its listener is told.
   if (!given->IsLive(key.rank)) {
     RunAfter([listener = ranks_[key.rank].listener, at,
               why = RefuseVoteOfDiscarded(at.step, key.rank, at.attempt, given->LiveRank())] {
@@ -316,6 +331,7 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
 }
 
 absl::Status JobImpl::TakeVote(SealedStep& sealed, int rank, const StepVote& vote) {
+  // First, so that a vote that can never work leaves the rank's earlier one.
   BALLAST_RETURN_IF_ERROR(CheckVote(spec(), sealed.terms(), rank, vote));
   sealed.SetVote(rank, vote);
   if (!sealed.RanksWithoutVote().empty() || !CheckVotes(sealed)) return absl::OkStatus();
@@ -346,6 +362,8 @@ Pending JobImpl::Discard(const StreamKey& key, StepAttempt at, Done<bool> done) 
   {
     // What only waits to be computed need not be waited for.
     MutexLock lock(mutex_);
+    // Should this call be cancelled before its turn, nothing is lost: the decision computes the
+    // sums that are missing, and updates after it what was not updated ahead of it.
     const OpenStep* given = Undecided();
     if (ranks_.IsCurrent(key) && given != nullptr && given->terms().step == at.step &&
         given->ranks()[key.rank].attempt == at.attempt) {
@@ -366,6 +384,7 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   const bool decided = std::holds_alternative<DecidedStep>(step_);
   if (at.step > 0 && at.step == record_.committed_step + (decided ? 1 : 0)) return false;
+  // The bound is that of the bits that a ledger's word has for the attempt (kept_job.cc).
   if (at.attempt + 1 >= kMaxAttempts) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "rank ", rank, " has discarded ", at.attempt, " attempts at step ", at.step, " of job ",
@@ -375,6 +394,8 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   if (gate_.phase() == Phase::kVoting && at.step == record_.committed_step + 1) {
     auto& sealed = std::get<SealedStep>(step_);
     BALLAST_ASSIGN_OR_RETURN(const bool current, sealed.given().CheckAttempt(rank, at.attempt));
+    // This discard has been done before. The step that is sealed now is of a later attempt, and
+    // stays.
     if (!current) return true;
     OpenStep reopened = std::move(sealed).Reopen();
     step_ = std::move(reopened);
@@ -387,6 +408,7 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
           absl::StrCat("rank ", rank, " discards attempt ", at.attempt, " at step ", at.step,
                        " of job ", spec().name, ", which no rank has begun"));
     }
+    // A rank may discard before any has begun. The step is opened to remember its attempt.
     BALLAST_RETURN_IF_ERROR(OpenNextStep(at.step));
   }
   OpenStep& open = std::get<OpenStep>(step_);
@@ -396,6 +418,8 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   const bool was_live = open.IsLive(rank);
   const std::vector<int> undone = open.Discard(rank, chunks);
   if (kept_ != nullptr) {
+    // This entry is all that is stored: the ledger's words name the attempt they are of, so with it
+    // those of this one count no more.
     KeepWord({.kind = KeptWord::Kind::kDiscard, .rank = rank, .step = at.step});
     kept_->LookAtSumLanes([&](const SumLane& lane) {
       return layout_.chunks()[SumWord::Unpack(lane.word).chunk].rank != rank;
@@ -411,6 +435,7 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
     sums_.Clear(chunk);
     gradients_->Clear(chunk);
   }
+  // Without the lock, as the last reference unmaps the memory.
   RunAfter([lender = ranks_.TakeLender(rank)]() mutable { lender = nullptr; });
   for (const int other : undone) {
     if (ranks_[other].listener == nullptr) continue;

@@ -178,10 +178,13 @@ constexpr int kClosedBits = 1;
 constexpr int kNextBits = KeptJob::kMicroStepBits;
 constexpr int kAttemptBits = 12;
 static_assert(kMaxAttempts <= uint32_t{1} << kAttemptBits);
+// The lowest bits of the epoch. Each whole step stores all words anew, so none is so old that its
+// epoch could be taken for another one.
 constexpr int kEpochBits = 28;
 
 struct WordPacker {
   uint64_t word = 0;
+  // What is put in first ends up in the highest bits.
   void Put(uint64_t value, int bits) {
     word = word << bits | (value & ((uint64_t{1} << bits) - 1));
   }
@@ -248,6 +251,8 @@ absl::StatusOr<std::unique_ptr<KeptJob>> KeptJob::TakeOver(NamedMemory& memory,
     RecordFields(reader, of_job, weights_complete, ranks);
   };
   BALLAST_ASSIGN_OR_RETURN(const uint32_t format, Parse(what, *record, read));
+  // Asked before the identity, which may be gone by then: a job that was closed loses its memory
+  // part by part.
   if (of_job.closed) return absl::NotFoundError(absl::StrCat(what, " was closed"));
   if (absl::IsNotFound(who.status())) return arenas.Missing(kIdentityLabel);
   BALLAST_RETURN_IF_ERROR(who.status());
@@ -267,6 +272,8 @@ absl::StatusOr<std::unique_ptr<KeptJob>> KeptJob::TakeOver(NamedMemory& memory,
 }
 
 absl::Status KeptJob::Allocate(int64_t chunks, int lanes) {
+  // Before all other memory of the job: where a later process finds the identity and not this,
+  // somebody has taken it away.
   if (!taken_over_) BALLAST_RETURN_IF_ERROR(record_record_.Make());
   BALLAST_ASSIGN_OR_RETURN(ledger_, arenas_.Create(chunks * static_cast<int64_t>(sizeof(uint64_t)),
                                                    "ledger", ArenaFactory::Touch::kNow));
@@ -286,6 +293,7 @@ absl::Status KeptJob::Allocate(int64_t chunks, int lanes) {
     (first_sum[i].word == 0 ? free_sum_lanes_ : left_sum_lanes_).push_back(first_sum + i);
   }
   for (int64_t i = 0; i < redo_->size_bytes() / static_cast<int64_t>(sizeof(RedoLane)); ++i) {
+    // Also those in use: only a step that was decided can have any, and LanesInUse takes them out.
     free_lanes_.push_back(first + i);
   }
   return absl::OkStatus();
@@ -299,6 +307,7 @@ absl::Status KeptJob::StoreIdentity() {
 
 absl::Status KeptJob::Store(const JobRecord& record, bool weights_complete,
                             const std::vector<Rank>& ranks) {
+  // A later process is to find no such job, so nothing is stored, and that is no error.
   if (given_up_) return absl::OkStatus();
   // Also where other first weights come then, without moments: they may lie there.
   has_moments_ = !weights_complete && (has_moments_ || record.committed_step > 0);
@@ -405,6 +414,7 @@ SumLane* KeptJob::TakeSumLane(int chunk, uint64_t tag) {
     MutexLock lock(lanes_mutex_);
     const auto left = absl::c_find_if(left_sum_lanes_, IsOf(chunk, tag));
     if (left != left_sum_lanes_.end()) {
+      // It has its tag, and its word says how far it came. The contribution goes on behind that.
       lane = *left;
       left_sum_lanes_.erase(left);
       return lane;
@@ -421,6 +431,7 @@ SumLane* KeptJob::TakeSumLane(int chunk, uint64_t tag) {
 }
 
 void KeptJob::GiveSumLane(SumLane* lane) {
+  // Free for a later process before another thread of this one can take it.
   StoreWord(lane->word, 0);
   Stored("a sum's lane is free");
   MutexLock lock(lanes_mutex_);

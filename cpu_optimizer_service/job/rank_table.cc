@@ -37,6 +37,8 @@ StreamKey RankTable::OpenStream(int index, std::shared_ptr<RankListener> listene
                                 UpdateMode update_mode, bool weights_in_place) {
   RankEntry& rank = ranks_[index];
   rank.listener = std::move(listener);
+  // Never a number that was given before: calls of a stream that was replaced must not be taken for
+  // those of a later one (IsCurrent).
   rank.stream = ++last_stream_;
   rank.update_mode = update_mode;
   rank.weights_in_place = weights_in_place;
@@ -49,6 +51,8 @@ std::shared_ptr<RankListener> RankTable::CloseStream(int index, bool in_step) {
   rank.stream = 0;
   // A rank that has no part in the step in progress is free at once, so that a restart between
   // steps disturbs no other rank.
+  // In the middle of a step the rank stays taken: its gradients are in the step, and another
+  // process that takes the rank must not add to them (IsTakenFrom).
   if (!in_step) rank.process_id.clear();
   rank.left = in_step;
   return std::exchange(rank.listener, nullptr);

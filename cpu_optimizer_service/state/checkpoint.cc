@@ -38,6 +38,8 @@ absl::Status ForEach(int count, const std::function<absl::Status(int)>& work) {
   std::vector<std::jthread> threads;
   for (int i = 1; i < std::min(count, kThreads); ++i) threads.emplace_back(help);
   help();
+  // Joins them, so that all have said what they found. The error that is told then does not depend
+  // on which thread was faster.
   threads.clear();
   for (const absl::Status& status : statuses) BALLAST_RETURN_IF_ERROR(status);
   return absl::OkStatus();
@@ -47,6 +49,7 @@ absl::StatusOr<SafetensorsFile> OpenFile(FileSystem& file_system, const std::str
                                          const CheckpointIndex::File& file, int64_t most_bytes) {
   absl::StatusOr<std::unique_ptr<ReadableFile>> there = file_system.Open(path);
   if (absl::IsNotFound(there.status())) {
+    // The index names the file, so there is a checkpoint, and it is damaged.
     return absl::DataLossError(absl::StrCat(path, " is missing; use another checkpoint"));
   }
   BALLAST_RETURN_IF_ERROR(there.status());
@@ -60,6 +63,8 @@ absl::StatusOr<SafetensorsFile> OpenFile(FileSystem& file_system, const std::str
 
 absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
                     const CheckpointIndex::File& file) {
+  // The planes whose square root the update takes. Values are looked at although there is a
+  // checksum, because other programs write checkpoints as well (ballast.torch.to_checkpoint).
   const bool squares = file.plane == Plane::kExpAvgSq || file.plane == Plane::kMaxExpAvgSq;
   BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
                            opened.Examine(file.written.checksum.kind, /*negative_is_bad=*/squares));
@@ -111,6 +116,7 @@ absl::Status Checkpoint::CheckTensors(const std::string& directory, Plane plane)
       files.file_of[p.name] = i;
       ++found;
     }
+    // With a tensor in two files nobody would know which of them is right.
     if (found != 1) {
       return absl::DataLossError(absl::StrCat(directory, " does not hold ", Name(plane), " of ",
                                               p.name, " as index.json describes it"));
@@ -131,6 +137,8 @@ absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t
 
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
                                             int64_t most_bytes) {
+  // Each time the folder is listed anew, because a save deletes older checkpoints once a newer one
+  // is complete.
   for (int attempt = 0; attempt < kMostReads; ++attempt) {
     BALLAST_ASSIGN_OR_RETURN(const std::vector<FoundCheckpoint> all,
                              FindCheckpoints(file_system, path));
@@ -142,6 +150,7 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
       if (!IsDamage(found.problem) || all.size() == 1) return found.problem;
       passed_over.emplace_back(found.problem.message());
     }
+    // Newest first, and those of the job that saved last before all others (ListCheckpoints).
     for (const FoundCheckpoint& found : all) {
       if (!found.problem.ok()) continue;
       const std::string& directory = found.facts.directory;
@@ -158,6 +167,7 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
       if (!IsDamage(opened.status()) || all.size() == 1) return opened.status();
       passed_over.emplace_back(opened.status().message());
     }
+    // At least one was found, and each was damaged, so there is a first line.
     if (!gone) {
       return absl::DataLossError(absl::StrCat("no checkpoint in ", path,
                                               " can be loaded; of the newest: ", passed_over[0]));

@@ -15,9 +15,12 @@
 namespace ballast {
 namespace {
 
+// No job may be called so: names of jobs begin without a dot.
 constexpr char kProbe[] = ".try";
 
 absl::Status TryIn(FileSystem& files, const std::string& probe) {
+  // A save makes a directory, flushes files in it, gives the directory its name by a move, and its
+  // hint a place by the move of a file.
   const std::string first = probe + "/first";
   BALLAST_RETURN_IF_ERROR(files.CreateDirectory(first));
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, files.Create(first + "/file"));
@@ -39,6 +42,7 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
   if (error) path = given;
   if (path.size() > 1 && path.back() == '/') path.pop_back();
   std::unique_ptr<CheckpointDirectory> directory(new CheckpointDirectory(path, policy));
+  // This makes the directory itself as well, with its parents.
   absl::StatusOr<Partial> probe = MakePartial(file_system, absl::StrCat(path, "/", kProbe));
   absl::Status status = probe.status();
   if (probe.ok()) {
@@ -64,6 +68,8 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
     const auto found = ListCheckpoints(file_system, folder);
     if (!found.ok()) continue;
     for (const FoundCheckpoint& each : *found) {
+      // The list has the newest of each job first, so Know keeps that one and passes over the
+      // others.
       if (each.problem.ok()) directory->Know(folder, name, each.facts);
     }
   }
@@ -77,6 +83,8 @@ void CheckpointDirectory::Know(const std::string& folder, const std::string& job
                   [&](const CheckpointFacts& other) { return other.uid == facts.uid; })) {
     return;
   }
+  // The folder's name, whatever the index says: it is what --resume takes, and a folder may have
+  // been copied.
   facts.job = job;
   known.push_back(std::move(facts));
 }
@@ -123,9 +131,12 @@ std::string CheckpointDirectory::LastOf(const std::string& uid) const {
 }
 
 void CheckpointDirectory::Saved(const std::string& folder, const CheckpointFacts& facts) {
+  // A caller may name another folder for its save. What is there is not this directory's.
   if (folder != PathOf(std::filesystem::path(folder).filename().string())) return;
   MutexLock lock(mutex_);
   std::vector<CheckpointFacts>& known = known_[folder];
+  // A save that has just ended is the newest of its job, even at a lower step, and its job is the
+  // one that saved last.
   std::erase_if(known, [&](const CheckpointFacts& other) { return other.uid == facts.uid; });
   known.insert(known.begin(), facts);
 }

@@ -58,6 +58,8 @@ void Sort(std::vector<FoundCheckpoint>& all) {
   std::sort(all.begin(), all.end(), [&](const FoundCheckpoint& x, const FoundCheckpoint& y) {
     const CheckpointFacts& a = x.facts;
     const CheckpointFacts& b = y.facts;
+    // The generation before the step: after a load or an undo a job may go on from a lower step in
+    // a higher generation. The clock comes after both, because it may have gone back.
     return std::tuple(x.problem.ok(), saved[a.uid], a.uid, a.generation, a.step, a.saved_unix_ms,
                       a.directory) > std::tuple(y.problem.ok(), saved[b.uid], b.uid, b.generation,
                                                 b.step, b.saved_unix_ms, b.directory);
@@ -113,6 +115,7 @@ absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_sy
 absl::StatusOr<std::vector<FoundCheckpoint>> FindStep(FileSystem& file_system,
                                                       const std::string& folder, uint64_t step) {
   absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
+  // Without the folder the answer is the same as without the step.
   if (!all.ok() && !absl::IsNotFound(all.status())) return all;
   std::vector<FoundCheckpoint> found;
   std::set<uint64_t> steps;
@@ -135,6 +138,7 @@ absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_sy
                                                              const std::string& path) {
   const std::filesystem::path parts(path);
   const std::optional<uint64_t> step = StepNamed(parts.filename().string());
+  // A job may itself be called step-1000; then its folder is meant.
   if (step.has_value() && !file_system.Exists(path)) {
     return FindStep(file_system, parts.parent_path().string(), *step);
   }
@@ -163,6 +167,8 @@ void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::
                  bool asked_for, int keep) {
   const absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
   if (!all.ok()) return;
+  // The list has the newest first, so the first `keep` of them stay. A damaged one is never
+  // deleted: nobody knows whose it is.
   std::set<std::pair<uint64_t, uint64_t>> kept;
   for (const FoundCheckpoint& found : *all) {
     const CheckpointFacts& facts = found.facts;
@@ -173,6 +179,8 @@ void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::
     }
     const bool room = static_cast<int>(kept.size()) < keep;
     if (!room || !kept.emplace(facts.generation, facts.step).second) {
+      // A load that has its files open reads on (Checkpoint::Open); one that has not takes a newer
+      // checkpoint (OpenNewest).
       Delete(file_system, facts.directory);
     }
   }
@@ -185,6 +193,7 @@ void RemoveLeftovers(FileSystem& file_system, const std::string& folder, absl::s
     const size_t partial = name.find(kPartialSuffix);
     if (partial == name.npos) continue;
     const std::string made_for = name.substr(0, partial);
+    // Only what a save or a trial has made: other files that are called so are somebody else's.
     if (of.empty() ? !IsVersionName(made_for) : made_for != of) continue;
     const std::string left = In(folder, name);
     // Null: another process is writing there.

@@ -33,6 +33,8 @@ bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
 // SHA-256 over the index without its own checksum, as it is dumped: keys are sorted, numbers read
 // back the same.
 std::string Digest(json index) {
+  // Names are any bytes, and dump would throw at what is no UTF-8. ToText replaces it in the same
+  // way, so what is read back has the same digest.
   index.erase("sha256");
   Sha256 sha256;
   sha256.Add(index.dump(-1, ' ', false, json::error_handler_t::replace));
@@ -99,10 +101,12 @@ HyperParameters HyperParametersFromJson(const json& values) {
 std::optional<StepRecord> RecordFromJson(const json& text, uint64_t step) {
   if (text.is_null()) return std::nullopt;
   StepRecord record;
+  // A record is of the step that the checkpoint is at, which stands once in the index.
   record.outcome.step = step;
   text.at("applied").get_to(record.outcome.decision.apply);
   record.outcome.decision.norm = DoubleFromJson(text.at("norm"));
   record.outcome.decision.clip_coefficient = DoubleFromJson(text.at("clip_coefficient"));
+  // Older checkpoints have neither these multipliers nor the vote.
   if (text.contains("voted")) {
     text.at("multipliers").get_to(record.outcome.decision.multipliers);
     const json& voted = text.at("voted");
@@ -130,6 +134,7 @@ bool LastStepIsSane(const CheckpointIndex& index) {
   const StepRecord& last = *index.last_step;
   const std::vector<float>& multipliers = last.outcome.decision.multipliers;
   return last.hyper_parameters.size() == index.groups.size() &&
+         // Skipped steps have none, and neither have older checkpoints.
          (multipliers.empty() || multipliers.size() == index.groups.size()) &&
          Validate(last.voted, static_cast<int>(index.groups.size())).ok() &&
          last.outcome.unused_parameters.size() <= kRecordedNames;
@@ -137,6 +142,8 @@ bool LastStepIsSane(const CheckpointIndex& index) {
 
 // A count that a run could have reached, or -1.
 int64_t Count(const json& value) {
+  // Up to there every program reads the same integer, also one whose numbers are doubles (RFC 8259,
+  // section 6).
   constexpr uint64_t kMax = uint64_t{1} << 53;
   const bool sane = value.is_number_unsigned() && value.get<uint64_t>() <= kMax;
   return sane ? value.get<int64_t>() : -1;
@@ -149,6 +156,7 @@ bool IsFileOf(Plane plane, absl::string_view name) {
 }
 
 bool CountsAreSane(const CheckpointIndex& index) {
+  // Count's -1, as an unsigned number, is above every bound.
   bool sane = index.step <= kMaxFirstStep;  // What a job may begin at.
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     sane = sane && parameter.elements >= 0 && parameter.update_count >= 0;
@@ -233,6 +241,7 @@ CheckpointIndex IndexFromJson(const json& text) {
   index.generation = text.value("generation", uint64_t{0});
   index.saved_unix_ms = text.value("saved_unix_ms", int64_t{0});
   index.asked_for = text.value("asked_for", false);
+  // ReadIndex looks at the text itself whether it is hexadecimal.
   index.trainer_state = absl::HexStringToBytes(text.value("trainer_state", ""));
   index.last_step = RecordFromJson(text.value("last_step", json()), index.step);
   for (const json& group : text.at("groups")) {
@@ -276,6 +285,8 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
     return absl::DataLossError(absl::StrCat(path, " is not the index of a Ballast checkpoint"));
   }
   const json version = index.value("version", json());
+  // Not damage, so that OpenNewest does not pass over it: to go on from an older checkpoint is
+  // somebody's choice.
   if (!version.is_number_unsigned() || version.get<uint64_t>() < 1 ||
       version.get<uint64_t>() > kVersion) {
     return absl::FailedPreconditionError(
@@ -316,6 +327,7 @@ std::vector<Plane> PlanesOf(const CheckpointIndex& index) {
 std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes) {
   std::vector<CheckpointPart> parts;
   for (const Plane plane : PlanesOf(index)) {
+    // A plane has one file at least, also where it has no parameter.
     const size_t first = parts.size();
     parts.push_back({.plane = plane});
     for (const int parameter : ParametersWith(index, plane)) {
@@ -355,6 +367,7 @@ int64_t MostIndexBytes(const JobSpec& spec) {
       bytes += kEscaped * static_cast<int64_t>(spec.groups[parameter.group].name.size());
     }
   }
+  // The record of the last step has names of unused parameters, and its reason may have one more.
   return bytes + static_cast<int64_t>(kRecordedNames + 1) * kEscaped * longest;
 }
 
@@ -369,12 +382,14 @@ absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::st
   BALLAST_ASSIGN_OR_RETURN(const std::string text, ReadText(file_system, directory, most_bytes));
   const std::string path = IndexPath(directory);
   const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  // Before the digest, which a newer format may compute in another way.
   BALLAST_RETURN_IF_ERROR(CheckFormat(parsed, path));
   if (parsed.value("sha256", json()) != Digest(parsed)) {
     return absl::DataLossError(
         absl::StrCat(path, " does not match its own checksum; use another checkpoint"));
   }
   CheckpointIndex index;
+  // Fields are taken without a look at each: json throws where one is absent or of another type.
   try {
     index = IndexFromJson(parsed);
     if (!LastStepIsSane(index) || !TrainerStateIsSane(parsed.value("trainer_state", ""))) {
@@ -388,6 +403,7 @@ absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::st
   if (!CountsAreSane(index)) {
     return absl::DataLossError(absl::StrCat(path, " is damaged: a count is negative or absurd"));
   }
+  // A load makes these the job's, so they must be such as a new job may have.
   for (const CheckpointIndex::Group& group : index.groups) {
     BALLAST_RETURN_IF_ERROR(
         Annotate(Validate(group.hyper_parameters), absl::StrCat(path, ", group ", group.name)));
@@ -414,6 +430,8 @@ absl::StatusOr<CheckpointFacts> ReadCheckpointFacts(FileSystem& file_system,
   if (!job.is_string() || !uid.is_string() || step < 0) {
     return absl::DataLossError(absl::StrCat(path, " is damaged: it does not say whose it is"));
   }
+  // 0 where it is absent or no count, so that one odd number hides no checkpoint from a list. A
+  // load reads the index in full, and refuses it.
   const auto number = [&](const char* name) {
     const json value = parsed.value(name, json());
     return value.is_number_unsigned() ? std::max<int64_t>(Count(value), 0) : 0;

@@ -19,6 +19,7 @@ namespace {
 using nlohmann::json;
 
 constexpr char kModel[] = "model.safetensors";
+// 1 MiB of floats.
 constexpr int64_t kPieceElements = 1 << 18;
 
 absl::StatusOr<std::string> ReadText(FileSystem& file_system, const std::string& path) {
@@ -38,6 +39,8 @@ absl::StatusOr<std::vector<std::string>> FilesOf(FileSystem& file_system, const 
   if (absl::EndsWith(path, ".safetensors")) return std::vector<std::string>{path};
   const std::string one = absl::StrCat(path, "/", kModel);
   const std::string index = absl::StrCat(one, ".index.json");
+  // Where there is an index, it says which files count, also where model.safetensors lies beside
+  // it.
   if (!file_system.Exists(index)) {
     if (file_system.Exists(one)) return std::vector<std::string>{one};
     return absl::NotFoundError(absl::StrCat("there is no ", kModel, " in ", path,
@@ -48,6 +51,7 @@ absl::StatusOr<std::vector<std::string>> FilesOf(FileSystem& file_system, const 
   const json map = parsed.is_object() ? parsed.value("weight_map", json()) : json();
   std::set<std::string> names;
   for (const auto& [tensor, file] : map.items()) {
+    // The index comes from others. A name with a slash could lead out of the directory.
     if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos) {
       return absl::DataLossError(absl::StrCat(index, " is damaged: ", tensor, " has no file"));
     }
@@ -66,6 +70,7 @@ absl::Status CheckFinite(const SafetensorsFile& file, const std::string& path,
     const auto piece =
         absl::MakeSpan(values).first(std::min(kPieceElements, parameter.elements - offset));
     BALLAST_RETURN_IF_ERROR(file.Read(parameter.name, offset, piece));
+    // There are no checksums of weights of others, so this is the damage that can be seen.
     const auto bad = std::find_if_not(piece.begin(), piece.end(),
                                       [](float value) { return std::isfinite(value); });
     if (bad == piece.end()) continue;
@@ -105,6 +110,7 @@ absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, cons
           absl::StrCat(parameter.name, " has shape [", absl::StrJoin(entry->shape, ", "), "] in ",
                        path, " and [", absl::StrJoin(parameter.shape, ", "), "] in the job"));
     }
+    // The loop has gone one beyond the file that has the tensor.
     masters.file_of[parameter.name] = number - 1;
     BALLAST_RETURN_IF_ERROR(CheckFinite(masters.files[number - 1], paths[number - 1], parameter));
   }

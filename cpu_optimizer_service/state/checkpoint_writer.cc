@@ -46,6 +46,7 @@ void CheckpointWriter::Progress(int64_t bytes) {
 absl::Status CheckpointWriter::Begin() {
   const std::filesystem::path folder(target_.folder);
   const std::string name = folder.filename().string();
+  // In a folder called step-1000.1 FindCheckpoints would see one checkpoint, not a folder of them.
   if (name.empty() || name == "." || name == ".." || IsVersionName(name)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "'", target_.folder,
@@ -58,6 +59,7 @@ absl::Status CheckpointWriter::Begin() {
                                             " to save in; make it, or mount what it was on"));
   }
   BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(target_.folder));
+  // Before anything is written, because leftovers take room that this save may need.
   RemoveLeftovers(file_system_, target_.folder);
   BALLAST_ASSIGN_OR_RETURN(
       Partial partial,
@@ -82,6 +84,7 @@ absl::Status CheckpointWriter::WritePart(int part, PlaneReader read) {
                                        read(to.parameters[tensor], to.plane, offset, out);
                                        Progress(static_cast<int64_t>(out.size() * sizeof(float)));
                                      }));
+  // The file's flush at its end may take long, and its end is progress, too.
   Progress(0);
   return absl::OkStatus();
 }
@@ -105,6 +108,7 @@ absl::StatusOr<std::string> CheckpointWriter::GiveName() {
   for (int number = 1; number <= kMostOfOneName; ++number) {
     std::string directory =
         absl::StrCat(target_.folder, "/", VersionName(index_.step, index_.generation, number));
+    // Looked at first, because a rename takes the place of an empty directory without an error.
     if (file_system_.Exists(directory)) continue;
     const absl::Status named = file_system_.Rename(partial_, directory);
     if (named.ok()) return directory;
@@ -117,6 +121,7 @@ absl::StatusOr<std::string> CheckpointWriter::GiveName() {
 
 // It gets its place by a move of its own.
 void CheckpointWriter::WriteHint(const std::string& directory) {
+  // It is made within the new checkpoint, where no other save writes.
   const std::string made = absl::StrCat(directory, "/", kHint);
   const std::string name = std::filesystem::path(directory).filename().string();
   absl::Status status = WriteText(file_system_, made, name + "\n");
@@ -138,13 +143,18 @@ absl::StatusOr<CheckpointFacts> CheckpointWriter::Finish(absl::Status status) {
     return absl::OkStatus();
   };
   if (absl::Status made = make(); !made.ok()) {
+    // The lock is held until the directory is gone, so that no other save removes it at the same
+    // time.
     if (!partial_.empty()) made.Update(file_system_.RemoveAll(partial_));
     lock_ = nullptr;
     return made;
   }
+  // The directory has a checkpoint's name now, which nobody takes for a leftover, so the lock is
+  // needed no more.
   file_system_.RemoveAll(LockPath(facts.directory)).IgnoreError();
   lock_ = nullptr;
   WriteHint(facts.directory);
+  // Last of all: at any instant there is a complete checkpoint, and the hint names one that stays.
   DeleteOlder(file_system_, target_.folder, index_.uid, index_.asked_for, target_.keep);
   return facts;
 }

@@ -21,6 +21,7 @@ namespace {
 // the step that they are at.
 constexpr uint64_t kSlotMask = (uint64_t{1} << SlotPool::kNumberBits) - 1;
 constexpr uint64_t kArrived = uint64_t{1} << SlotPool::kNumberBits;
+// 35 bits are left for the step; a job begins at kMaxFirstStep, 2^34, at most (job_spec.h).
 constexpr int kStepShift = SlotPool::kNumberBits + 1;
 constexpr char kTableLabel[] = "table";
 
@@ -94,6 +95,7 @@ absl::Status ChunkStore::Impl::TakeOver() {
     const bool unused = !version->published && !version->previous;
     return unused && slots->AreOfOneSize(version->home, chunk) ? version : nullptr;
   };
+  // Each version is marked as soon as it is found, so that `find` sees a second word that names it.
   const int chunks = static_cast<int>(table.size());
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ChunkVersion* const version = find(chunk, words[chunk]);
@@ -147,6 +149,8 @@ void ChunkPin::Release() {
   ChunkStore::Impl& impl = *store_->impl_;
   store_ = nullptr;
   SlotPool::Freed freed;
+  // Declared after `freed`, which is therefore destroyed without the lock: to unmap memory takes
+  // long.
   MutexLock lock(impl.mutex);
   if (--version_->pins > 0) return;
   if (version_->published || version_->previous) {
@@ -154,6 +158,7 @@ void ChunkPin::Release() {
       impl.slots->Retire(std::exchange(version_->spare, nullptr), freed);
     return;
   }
+  // It was replaced while it was pinned, and this was the last pin.
   impl.slots->Retire(version_, freed);
 }
 
@@ -187,6 +192,7 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
   for (int chunk = 0; chunk < chunks; ++chunk) {
     impl->table[chunk] = impl->slots->first(chunk);
     impl->table[chunk]->published = true;
+    // A word of zeros would name slot 0, whichever chunk it is of.
     impl->StoreWord(chunk, *impl->table[chunk]);
     if (!keep_previous) continue;
     impl->previous[chunk] = impl->slots->third(chunk);
@@ -194,11 +200,13 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
     impl->StorePreviousWord(chunk, *impl->previous[chunk]);
   }
   SlotPool::Freed none;
+  // Until here no slot is free. Now second places are, and they alone.
   impl->slots->RetireUnused(none);
   return std::unique_ptr<ChunkStore>(new ChunkStore(std::move(impl)));
 }
 
 std::vector<int> ChunkStore::Impl::ChunksWithoutRoom(const Room* room) const {
+  // Memory without a name is mapped at once, and gets its pages as it is written.
   if (words == nullptr) return {};
   std::vector<int> wanted;
   for (int chunk = 0; chunk < static_cast<int>(table.size()); ++chunk) {
@@ -221,6 +229,8 @@ absl::StatusOr<std::unique_ptr<ChunkStore::Room>> ChunkStore::MakeRoom() {
   uint64_t number = 0;
   {
     MutexLock lock(impl_->mutex);
+    // What is free may change until the memory is there. What is too much is given back with the
+    // room, and what is too little Pin makes itself.
     chunks = impl_->ChunksWithoutRoom(nullptr);
     number = impl_->slots->NumberOfNextBatch();
   }
@@ -231,6 +241,7 @@ absl::StatusOr<std::unique_ptr<ChunkStore::Room>> ChunkStore::MakeRoom() {
                                                ArenaFactory::Touch::kNow));
   room.reset(new Room(*this));
   room->slots_.reserve(chunks.size());
+  // Declared after the room, whose destructor takes the lock and so is called without it.
   MutexLock lock(impl_->mutex);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<ChunkVersion*> made,
                            impl_->slots->NumberBatch(chunks, std::move(memory)));
@@ -259,6 +270,8 @@ absl::StatusOr<std::vector<ChunkPin>> ChunkStore::Pin(absl::Span<const int> chun
   std::vector<int> without;  // Those for which named memory has no free slot: they get a batch.
   for (const int chunk : chunks) {
     if (impl_->table[chunk]->spare != nullptr) continue;
+    // Spares are given to versions only when all are there, so an error leaves the table as it was.
+    // A chunk may be named twice.
     const auto [spare, is_new] = spares.try_emplace(chunk, nullptr);
     if (!is_new) continue;
     const auto made =
@@ -308,6 +321,8 @@ ChunkVersion* ChunkStore::Impl::TakePrevious(int chunk, SlotPool::Freed& freed) 
   }
   // One that moved out of the store's arenas goes back as soon as it can, which frees the other one.
   if (place->is_extra() && slots->HasFree(chunk)) {
+    // No word may name a slot that another version will use. Until Publish both words name the
+    // published version, by which TakeOver sees that the chunk has no previous one.
     StorePreviousWord(chunk, *table[chunk]);
     ChunkVersion* const free_one = slots->TakeFree(chunk);
     place->previous = false;
@@ -343,6 +358,7 @@ absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination 
     write.target = &current;
     return write;
   }
+  // Pin has reserved it, so that a decided update never fails for want of memory.
   ChunkVersion* target = std::exchange(current.spare, nullptr);
   if (target == nullptr) {
     BALLAST_ASSIGN_OR_RETURN(target, impl_->slots->TakeFresh(chunk));
@@ -363,11 +379,13 @@ void ChunkStore::Impl::Publish(const Write& write, uint64_t step, SlotPool::Free
     gone = std::exchange(previous[write.chunk], gone);
     gone->previous = false;
   }
+  // Before any slot is given up below: a slot that a word names is not free.
   StoreWord(write.chunk, *write.target);
   if (write.in_place) return;
   table[write.chunk]->published = false;
   table[write.chunk] = write.target;
   write.target->published = true;
+  // It was written where the previous version lay, so no slot is left over.
   if (gone == write.target) return;
   if (gone->pins == 0) {
     slots->Retire(gone, freed);
@@ -397,6 +415,8 @@ void ChunkStore::Drop(const Write& write) {
 
 void ChunkStore::SetStep(uint64_t step) {
   MutexLock lock(impl_->mutex);
+  // A death in between leaves chunks at both steps; the next process goes by the job's record, and
+  // sets all of them again (job_recover.cc).
   for (int chunk = 0; chunk < static_cast<int>(impl_->table.size()); ++chunk) {
     impl_->table[chunk]->step = step;
     impl_->StoreWord(chunk, *impl_->table[chunk]);
@@ -413,6 +433,9 @@ void ChunkStore::SwitchBack(uint64_t step) {
     std::swap(published, previous);
     std::swap(published->published, previous->published);
     std::swap(published->previous, previous->previous);
+    // The published word first. After it the chunk has gone back, whatever becomes of the other. In
+    // the other order both words would name the version that is undone, and the one before would be
+    // lost.
     impl_->StoreWord(chunk, *published);
     impl_->StorePreviousWord(chunk, *previous);
   }

@@ -20,6 +20,7 @@ namespace {
 using nlohmann::json;
 static_assert(std::endian::native == std::endian::little, "payloads are written as they lie");
 
+// 1 MiB of floats: what one read or write takes.
 constexpr int64_t kBufferElements = 1 << 18;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // The format's own limit.
 
@@ -40,6 +41,7 @@ const char* NameOf(DType dtype) {
 }
 
 std::string MakeHeader(absl::Span<const TensorEntry> tensors, const SafetensorsStyle& style) {
+  // Ordered, so that tensors stand in the order of their offsets; json would sort them by name.
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!style.metadata.empty()) header["__metadata__"] = style.metadata;
   int64_t offset = 0;
@@ -51,6 +53,7 @@ std::string MakeHeader(absl::Span<const TensorEntry> tensors, const SafetensorsS
   }
   // Names are bytes; invalid UTF-8 must not throw.
   std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
+  // The format allows blanks behind the header; so the data begin at a multiple of 8 bytes.
   text.resize((text.size() + 7) / 8 * 8, ' ');
   return text;
 }
@@ -86,6 +89,8 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, file_system.Create(path));
   WrittenFile written;
   FileChecksum checksum(ChecksumKind::kCrc32);
+  // The checksum is of what is handed to the file, and nothing is read back: what a disk makes of
+  // it shows when it is loaded or verified.
   const auto append = [&](absl::Span<const std::byte> bytes) {
     written.size_bytes += static_cast<int64_t>(bytes.size());
     checksum.Add(bytes);
@@ -97,6 +102,7 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
       reinterpret_cast<const std::byte*>(&header_bytes), sizeof(header_bytes))));
   BALLAST_RETURN_IF_ERROR(append(
       absl::MakeConstSpan(reinterpret_cast<const std::byte*>(header.data()), header.size())));
+  // A tensor of any size goes through this one buffer.
   std::vector<float> buffer(kBufferElements);
   std::vector<std::byte> narrow;
   for (int tensor = 0; tensor < static_cast<int>(tensors.size()); ++tensor) {
@@ -138,6 +144,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
   if (file_bytes < static_cast<int64_t>(sizeof(header_bytes))) return damaged("too short");
   BALLAST_RETURN_IF_ERROR(result.file_->Read(
       0, absl::MakeSpan(reinterpret_cast<std::byte*>(&header_bytes), sizeof(header_bytes))));
+  // Asked before memory for it is taken: eight damaged bytes can say any length.
   if (header_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - 8))) {
     return damaged("its header is longer than the file");
   }
@@ -149,11 +156,13 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
   BALLAST_RETURN_IF_ERROR(result.file_->Read(
       8, absl::MakeSpan(reinterpret_cast<std::byte*>(text.data()), text.size())));
   const json header = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  // A text that is no JSON gives a value of no type, which is no object either.
   if (!header.is_object()) return damaged("its header is no JSON object");
 
   const int64_t data_begin = 8 + static_cast<int64_t>(header_bytes);
   result.data_begin_ = data_begin;
   const auto is_size = [](const json& value) {
+    // It is converted to an int64.
     return value.is_number_unsigned() && value.get<uint64_t>() <= (uint64_t{1} << 62);
   };
   for (const auto& [name, tensor] : header.items()) {
@@ -183,6 +192,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
     const int64_t size = SizeBytes(*dtype);
     // Ours are aligned, which reading the file through counts on.
     const int64_t alignment = take == Take::kF32 ? size : 1;
+    // Differences and a division, since sums and a product of numbers from a file could overflow.
     if (begin > end || end > file_bytes - data_begin || begin % alignment != 0 ||
         (end - begin) % size != 0 || (end - begin) / size != place.entry.elements) {
       return damaged(absl::StrCat("the offsets of tensor ", name, " do not fit"));
@@ -231,6 +241,8 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(ChecksumKind 
                                                                    bool negative_is_bad) const {
   Contents contents;
   FileChecksum checksum(kind);
+  // Comparisons alone, which are false for NaN: so one loop without branches looks at all values,
+  // and only where one is bad the next loop looks for it.
   constexpr float kLargest = std::numeric_limits<float>::max();
   const float least = negative_is_bad ? 0.0f : -kLargest;
   const auto is_good = [least](float value) { return value >= least && value <= kLargest; };
@@ -254,6 +266,7 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(ChecksumKind 
       // The last tensor that begins here or before; empty ones stand before it.
       const auto next = std::upper_bound(places.begin(), places.end(), byte,
                                          [](int64_t at, const Place* p) { return at < p->begin; });
+      // Bytes before the first tensor are nobody's values; the checksum covers them as well.
       if (next == places.begin()) continue;
       const Place& place = **std::prev(next);
       const int64_t element = (byte - place.begin) / static_cast<int64_t>(sizeof(float));

@@ -27,6 +27,7 @@ struct SlotBatch {
 
 namespace {
 
+// A slot's number has kNumberBits bits in a word of the table.
 constexpr uint64_t kMostSlots = (uint64_t{1} << SlotPool::kNumberBits) - 1;
 constexpr char kBatchLabel[] = "versions ";
 constexpr const char* kPlaceLabels[] = {"state", "second versions", "previous versions"};
@@ -54,12 +55,14 @@ uint32_t CheckOf(uint64_t first_slot, absl::Span<const uint32_t> numbers) {
                              values.size() * sizeof(values[0]));
   };
   const std::array<uint64_t, 2> of = {first_slot, ChecksumOf(bytes(numbers))};
+  // Never 0, which says that there is none.
   return static_cast<uint32_t>(ChecksumOf(bytes(of)) >> 32) | 1;
 }
 
 Slot MakeSlot(std::byte* memory, int64_t elements, int planes) {
   Slot slot;
   for (int plane = 0; plane < planes; ++plane) {
+    // A plane begins behind all that the planes before it take.
     slot.planes[plane] = reinterpret_cast<float*>(memory + SlotBytes(elements, plane));
   }
   return slot;
@@ -98,6 +101,7 @@ absl::Status SlotPool::Allocate(int place) {
     ChunkVersion& version = places_[place][chunk];
     const int64_t elements = layout_.chunks()[chunk].elements;
     version.home = chunk;
+    // Counted as if all places were there, so that a number means the same slot whatever a job has.
     version.number = static_cast<uint32_t>(place * chunks + chunk);
     version.slot = MakeSlot(memory, elements, PlanesOf(chunk));
     memory += SlotBytes(elements, PlanesOf(chunk));
@@ -123,6 +127,7 @@ ChunkVersion* SlotPool::TakeFree(int chunk) {
   for (int home = chunk - 1; home >= 0; --home) {
     if (ChunkVersion* version = take(home); version != nullptr) return version;
   }
+  // HasFree counted one of this class, so a loop above has found it.
   Check(false, "a chunk that needs a place has one");
   return nullptr;
 }
@@ -135,12 +140,14 @@ void SlotPool::Retire(ChunkVersion* version, Freed& freed) {
     others_.erase(found);
     return;
   }
+  // A home has as many entries as versions, so one of them is empty.
   auto& places = free_[version->home];
   *std::find(places.begin(), places.end(), nullptr) = version;
   ++free_count_[size_class_[version->home]];
 }
 
 void SlotPool::RetireUnused(Freed& freed) {
+  // Collected first, because Retire takes from `others_`.
   std::vector<ChunkVersion*> all;
   for (std::vector<ChunkVersion>& versions : places_) {
     for (ChunkVersion& version : versions) all.push_back(&version);
@@ -165,6 +172,7 @@ absl::StatusOr<ChunkVersion*> SlotPool::TakeFresh(int chunk) {
       version->reservation,
       options_.budget->Reserve(bytes,
                                absl::StrCat("a second version of a chunk of ", options_.owner)));
+  // Its pages come with the update that writes it, from the node of the thread that does.
   BALLAST_ASSIGN_OR_RETURN(version->arena,
                            arenas_.Create(bytes, options_.owner, ArenaFactory::Touch::kLater));
   version->slot = MakeSlot(version->arena->data(), elements, planes);
@@ -174,6 +182,7 @@ absl::StatusOr<ChunkVersion*> SlotPool::TakeFresh(int chunk) {
 }
 
 absl::StatusOr<std::vector<ChunkVersion*>> SlotPool::TakeBatch(absl::Span<const int> chunks) {
+  // The store's lock is held, so pages come later where that can be; MakeRoom has them made before.
   BALLAST_ASSIGN_OR_RETURN(BatchMemory memory, MakeBatch(layout_, options_, chunks, ++last_batch_,
                                                          ArenaFactory::Touch::kLater));
   return NumberBatch(chunks, std::move(memory));
@@ -188,6 +197,8 @@ absl::StatusOr<SlotPool::BatchMemory> SlotPool::MakeBatch(const Layout& layout,
   for (const int chunk : chunks) bytes += SlotBytesOf(layout, options, chunk);
   const std::string what = absl::StrCat("second versions of chunks of ", options.owner);
   BatchMemory memory;
+  // The budget is what jobs may have; what the machine has left is another question, and is asked
+  // where all pages are to come now.
   BALLAST_ASSIGN_OR_RETURN(memory.reservation, options.budget->Reserve(bytes, what));
   if (touch == ArenaFactory::Touch::kNow) {
     BALLAST_RETURN_IF_ERROR(options.named->memory().Admit(bytes, what));
@@ -201,6 +212,8 @@ absl::StatusOr<SlotPool::BatchMemory> SlotPool::MakeBatch(const Layout& layout,
 absl::StatusOr<std::vector<ChunkVersion*>> SlotPool::NumberBatch(absl::Span<const int> chunks,
                                                                  BatchMemory memory) {
   const uint64_t first_of_batches = kPlaces * layout_.chunks().size();
+  // Numbers go upwards, so that no two batches have one in common, whatever their sizes. At the end
+  // they begin again.
   uint64_t first_slot = std::max(end_slot_, first_of_batches);
   if (first_slot + chunks.size() > kMostSlots) {  // Behind those that there still are.
     first_slot = first_of_batches;
@@ -220,6 +233,8 @@ absl::StatusOr<std::vector<ChunkVersion*>> SlotPool::NumberBatch(absl::Span<cons
   std::copy(chunks.begin(), chunks.end(), numbers);
   header.first_slot = first_slot;
   header.check = CheckOf(first_slot, {numbers, chunks.size()});
+  // A process that dies before the next store leaves a batch without slots, which TakeOverBatch
+  // gives up.
   KeepOrderOfStores();
   header.slots = static_cast<uint32_t>(chunks.size());
   return AddBatch(std::move(memory.arena), std::move(memory.reservation));
@@ -259,11 +274,14 @@ std::vector<ChunkVersion*> SlotPool::AddBatch(std::unique_ptr<Arena> memory,
     added.push_back(version.get());
     versions.emplace(added.back(), std::move(version));
   }
+  // Looked through only when there are twice as many as were left the last time, so that each batch
+  // costs little.
   if (batches_.size() >= most_batches_) {
     std::erase_if(batches_, [](const std::weak_ptr<SlotBatch>& other) { return other.expired(); });
     most_batches_ = 2 * batches_.size() + 16;
   }
   batches_.push_back(batch);
+  // The last call that may throw: a merge moves entries, and takes no memory.
   others_.reserve(others_.size() + versions.size());
   others_.merge(versions);
   end_slot_ = batch->end_slot;
@@ -284,6 +302,7 @@ absl::StatusOr<SlotPool::Numbered> SlotPool::TakeOver() {
 absl::Status SlotPool::TakeOverBatch(const std::string& label, Numbered& all) {
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<Arena> memory,
                            options_.named->Open(sizeof(BatchHeader), label));
+  // New batches get higher numbers in their names, so none has the name of one that is there.
   uint64_t number = 0;
   if (absl::SimpleAtoi(absl::StripPrefix(label, kBatchLabel), &number)) {
     last_batch_ = std::max(last_batch_, number);
@@ -291,6 +310,7 @@ absl::Status SlotPool::TakeOverBatch(const std::string& label, Numbered& all) {
   const auto& header = *reinterpret_cast<const BatchHeader*>(memory->data());
   if (header.slots == 0) return absl::OkStatus();  // No version can lie in one of them.
   const auto is_whole = [&] {
+    // The header may be damaged, so each of its numbers is compared before it is used.
     int64_t bytes = BatchHeaderBytes(header.slots);
     if (bytes > memory->size_bytes() || header.first_slot < kPlaces * layout_.chunks().size() ||
         header.first_slot > kMostSlots || header.first_slot + header.slots > kMostSlots + 1) {
@@ -310,8 +330,10 @@ absl::Status SlotPool::TakeOverBatch(const std::string& label, Numbered& all) {
                    " is not as it was stored: what it says of its slots is wrong"));
   if (!is_whole()) return damaged;
   const int64_t bytes = memory->size_bytes();
+  // Batches come in the order of their names, in which 10 is before 2, so the highest end counts.
   const uint64_t others_end = end_slot_;
   for (ChunkVersion* version : AddBatch(std::move(memory), options_.budget->Take(bytes))) {
+    // A number that two slots have would lead a word of the table to either of them.
     if (!all.emplace(version->number, version).second) return damaged;
   }
   end_slot_ = std::max(end_slot_, others_end);

@@ -25,6 +25,7 @@ void Snapshot::Read(int parameter, Plane plane, int64_t offset, absl::Span<float
 namespace {
 
 size_t Decade(double magnitude) {
+  // Decades of PlaneSummary: the first is that of 1e-12.
   const double decade = std::floor(std::log10(magnitude)) + 12;
   return static_cast<size_t>(std::clamp(decade, 0.0, 15.0));
 }
@@ -36,6 +37,8 @@ PlaneSummary Summarize(const Snapshot& snapshot, int parameter, int64_t elements
   double sum = 0;
   double sum_of_squares = 0;
   int64_t finite = 0;
+  // Pieces of 256 KiB. They come in the order of the parameter's elements, so that sums do not
+  // depend on how ranks and chunks cut it.
   std::vector<float> buffer(std::min<int64_t>(elements, 1 << 16));
   for (int64_t offset = 0; offset < elements; offset += static_cast<int64_t>(buffer.size())) {
     const auto piece = absl::MakeSpan(buffer).first(

@@ -31,6 +31,8 @@ absl::Status CheckEmpty(FileSystem& file_system, const std::string& directory) {
                      "not exist yet: ",
                      directory, "/model"));
   }
+  // An empty directory is replaced by the rename at the end. A link to one is not: rename(2) moves
+  // no directory over a link.
   const bool is_link = file_system.IsSymbolicLink(directory);
   if (!is_link && !file_system.Exists(directory)) return absl::OkStatus();
   const absl::StatusOr<std::vector<std::string>> names = file_system.List(directory);
@@ -81,6 +83,8 @@ absl::Status WriteFile(FileSystem& file_system, const std::string& path,
   }
   absl::Status status;
   const auto read = [&](int tensor, int64_t offset, absl::Span<float> out) {
+    // The callback has no way to fail, so its error waits here. What is written after it is removed
+    // with the directory.
     if (status.ok()) status = checkpoint.Read(tensors[tensor].name, Plane::kMaster, offset, out);
   };
   // What libraries of models look for before they read a file.
@@ -115,6 +119,7 @@ absl::Status WriteAll(FileSystem& file_system, const std::string& directory,
       exported.bytes += index.parameters[i].elements * SizeBytes(request.dtype);
     }
   }
+  // As Hugging Face's libraries have it: an index only where there are several files.
   if (files.size() == 1) return absl::OkStatus();
   const nlohmann::ordered_json text = {{"metadata", {{"total_size", exported.bytes}}},
                                        {"weight_map", map}};
@@ -138,6 +143,7 @@ absl::StatusOr<ExportedWeights> ExportWeights(FileSystem& file_system,
                               .step = index.step,
                               .passed_over = std::move(opened.passed_over)};
 
+  // Written beside its place, so that the last rename stays within one file system.
   const std::string partial = PartialPath(directory);
   absl::Status status = WriteAll(file_system, partial, opened.checkpoint, request, exported);
   if (status.ok()) {

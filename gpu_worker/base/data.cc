@@ -45,6 +45,7 @@ absl::Status NotATokenFile(const std::string& path, absl::string_view why) {
 // Makes place for `more` tokens and returns where they go.
 absl::StatusOr<uint16_t*> Append(const std::string& path, uint64_t more,
                                  std::vector<uint16_t>& tokens) {
+  // The difference is never negative: no earlier call has left more than kMaxTokens.
   if (more > static_cast<uint64_t>(kMaxTokens) - tokens.size()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "up to ", path, " the text has ", tokens.size() + more, " tokens, more than the ",
@@ -55,6 +56,8 @@ absl::StatusOr<uint16_t*> Append(const std::string& path, uint64_t more,
 }
 
 absl::Status AppendText(const std::string& path, std::vector<uint16_t>& tokens) {
+  // The size is asked for once. If the file grows meanwhile, the rest is not read; if it shrinks,
+  // that is an error below. Ranks that read different bytes notice it by Fingerprint.
   std::error_code error;
   const uint64_t size_bytes = fs::file_size(path, error);
   std::ifstream file(path, std::ios::binary);
@@ -81,6 +84,7 @@ absl::Status AppendTokens(const std::string& path, std::vector<uint16_t>& tokens
     return NotATokenFile(path, absl::StrCat("has ", size_bytes, " bytes, less than its header"));
   }
   if (!file.read(reinterpret_cast<char*>(header.data()), sizeof(header))) return Unreadable(path);
+  // The header is read as it lies: its numbers are little-endian, as on x86-64.
   if (header[0] != kMagic) {
     return NotATokenFile(path, absl::StrCat("begins with ", header[0], ", not with ", kMagic));
   }
@@ -88,6 +92,8 @@ absl::Status AppendTokens(const std::string& path, std::vector<uint16_t>& tokens
     return NotATokenFile(path, absl::StrCat("has version ", header[1], ", not ", kVersion));
   }
   const uint64_t body_bytes = size_bytes - sizeof(header);
+  // This check is before memory is taken: a wrong count, which the file's size contradicts, cannot
+  // ask for gigabytes. It also notices a copy that was cut off.
   if (header[2] < 0 || body_bytes != uint64_t{static_cast<uint32_t>(header[2])} * 2) {
     return NotATokenFile(path, absl::StrCat("has ", body_bytes, " bytes of tokens where ",
                                             header[2], " tokens of 2 bytes should be"));
@@ -96,6 +102,8 @@ absl::Status AppendTokens(const std::string& path, std::vector<uint16_t>& tokens
   if (!file.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(body_bytes))) {
     return Unreadable(path);
   }
+  // The CPU's passes look a token's row up without a check of their own. This one, and RunWorker's
+  // comparison of the vocabularies, keep them inside the embedding.
   const uint16_t* const end = to + header[2];
   const uint16_t* const unknown = std::find_if(static_cast<const uint16_t*>(to), end,
                                                [](uint16_t token) { return token >= kGpt2Tokens; });
@@ -112,6 +120,7 @@ absl::StatusOr<std::set<std::string>> FilesOf(const std::string& directory) {
   fs::directory_iterator entries(directory, error);
   if (error) return Unreadable(directory);
   for (const fs::directory_entry& entry : entries) {
+    // Folders and links to nothing are left out without an error.
     if (!entry.is_regular_file(error)) continue;
     const fs::path file = fs::canonical(entry.path(), error);
     if (!error) files.insert(file.string());
@@ -130,6 +139,7 @@ absl::StatusOr<TokenData> TokenData::Read(const std::string& path, int context) 
     if (!fs::is_regular_file(path, error)) return Unreadable(path);  // A device may never end.
     files.insert(path);
   }
+  // Both kinds in one directory would be two vocabularies in one text.
   const auto token_files =
       std::count_if(files.begin(), files.end(), [](const auto& file) { return IsTokenFile(file); });
   if (token_files != 0 && token_files != static_cast<int64_t>(files.size())) {
@@ -168,6 +178,7 @@ absl::StatusOr<TokenData> TokenData::Create(int vocabulary, std::vector<uint16_t
 uint64_t TokenData::Fingerprint() const {
   Fnv1a hash;
   hash.Add(static_cast<uint64_t>(vocabulary_));
+  // A round takes a whole token and not its two bytes: that halves the multiplications.
   for (const uint16_t token : tokens_) hash.Add(token);
   return hash.hash();
 }
@@ -177,10 +188,15 @@ Batch TokenData::Slice(const BatchPosition& position, int global_sequences, int 
   Batch batch{.sequences = 0, .context = context_, .inputs = {}, .targets = {}};
   // A sample has one token more than the context, because targets are shifted by one.
   const uint64_t starts = tokens_.size() - context_;
+  // Step and micro-step become one number, because RandomBits has three arguments and the seed and
+  // the sample take the other two.
   const uint64_t stream = RandomBits(position.step, position.micro_step, 0);
   // A sample is a function of its index in the global batch, so the batch does not depend on the
   // world size.
   for (int sample = rank; sample < global_sequences; sample += world_size) {
+    // Starts are drawn with replacement: a sample may come again, and there are no epochs. The
+    // remainder favours some starts by less than one part in 2^32, since there are at most 2^31 of
+    // them.
     const uint16_t* first = tokens_.data() + RandomBits(position.seed, stream, sample) % starts;
     batch.inputs.insert(batch.inputs.end(), first, first + context_);
     batch.targets.insert(batch.targets.end(), first + 1, first + 1 + context_);

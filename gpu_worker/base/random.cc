@@ -15,6 +15,8 @@ uint64_t Mix(uint64_t bits) {
 }  // namespace
 
 uint64_t RandomBits(uint64_t seed, uint64_t stream, uint64_t index) {
+  // Each value is mixed before the next comes in: the plain xor of the three would be the same for
+  // (1, 2, 0) and (2, 1, 0).
   return Mix(Mix(Mix(seed) ^ stream) ^ index);
 }
 
@@ -24,6 +26,8 @@ float RandomNormal(uint64_t seed, uint64_t stream, uint64_t index) {
     const uint64_t bits = RandomBits(seed, stream, 3 * index + draw);
     for (int shift = 0; shift < 64; shift += 16) sum += (bits >> shift) & 0xffff;
   }
+  // The variance of the sum is 12 * (65536^2 - 1) / 12, so dividing by 65536 makes it about 1. Both
+  // conversions are exact: the sum has fewer than 24 bits, and the divisor is a power of two.
   return static_cast<float>(sum - 6 * 65535) / 65536.0f;
 }
 

@@ -92,6 +92,7 @@ void Timeline::Add(Track track, const SpanOf& of, Clock::time_point begin, Clock
     ++dropped_;
     return;
   }
+  // Spans are kept as numbers; their text is made by ToJson, after the training.
   spans_.push_back({.track = track, .of = of, .begin = begin, .end = end});
 }
 
@@ -102,6 +103,8 @@ std::string Timeline::ToJson() const {
   for (const Track track : kTracks) text += writer.Track(Number(track), Name(track), Number(track));
   MutexLock lock(mutex_);
   for (const Span& span : spans_) {
+    // Times are not counted from the start of the run: on this clock the files of all processes of
+    // a host show one time.
     text +=
         writer.Slice(Number(span.track), {.name = SpanName(span.track, span.of).c_str(),
                                           .category = Name(span.track),
@@ -113,6 +116,7 @@ std::string Timeline::ToJson() const {
 }
 
 absl::Status Timeline::Write(const std::string& path) const {
+  // The file appears whole or not at all: no viewer opens half of a JSON file.
   const absl::Status written = WriteAtomically({{path, ToJson()}});
   if (written.ok()) return written;
   return absl::UnavailableError(absl::StrCat(written.message(), " (--trace names the file)"));
@@ -122,6 +126,8 @@ void TimelineScope::Begin() {
   if (timeline_->options_.profiler.begin != nullptr) {
     timeline_->options_.profiler.begin(SpanName(track_, of_).c_str());
   }
+  // The span lies inside the profiler's range, here and in End: what the profiler's calls take is
+  // not part of it.
   if (timeline_->keeps_spans()) begin_ = Timeline::Clock::now();
 }
 

@@ -12,6 +12,7 @@ void GradientBucket::Move(BucketState from, BucketState to) {
 }
 
 void GradientBucket::StartFilling(uint32_t micro_step, uint32_t micro_steps) {
+  // A released bucket begins a new reduction; an accumulated one goes on with the same.
   const bool first = state_ == BucketState::kReleased;
   if (first) {
     micro_steps_ = micro_steps;
@@ -44,6 +45,7 @@ void GradientBucket::Seal() {
     Check(whole(), "a bucket is sealed with its last micro-step in the accumulator");
     Move(BucketState::kAccumulated, BucketState::kSealed);
   } else {
+    // Backward's own memory is what is reduced; its one micro-step is in with the seal.
     Move(BucketState::kReady, BucketState::kSealed);
     ++summed_;
   }

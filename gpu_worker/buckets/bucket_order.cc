@@ -23,6 +23,7 @@ BucketOrder MakeBucketOrder(const Layout& layout, absl::Span<const Bucket> bucke
   std::vector<int> bucket_completes_at(buckets.size(), 0);
   for (size_t b = 0; b < buckets.size(); ++b) {
     for (size_t p = 0; p < parameters; ++p) {
+      // Frozen parameters (offset -1) and those of no elements are in no bucket.
       const ParameterPlace& place = layout.place(p);
       if (layout.spec().parameters[p].group != buckets[b].group || place.elements == 0 ||
           place.offset < 0 || place.offset >= buckets[b].end ||
@@ -35,6 +36,7 @@ BucketOrder MakeBucketOrder(const Layout& layout, absl::Span<const Bucket> bucke
     }
   }
   std::iota(order.reduction.begin(), order.reduction.end(), 0);
+  // Stable: one parameter may complete several buckets, whose order must be the same on every rank.
   std::stable_sort(order.reduction.begin(), order.reduction.end(),
                    [&](int a, int b) { return bucket_completes_at[a] < bucket_completes_at[b]; });
   return order;
@@ -43,7 +45,10 @@ BucketOrder MakeBucketOrder(const Layout& layout, absl::Span<const Bucket> bucke
 RankShard ShardOf(const Layout& layout, const Bucket& bucket, int rank) {
   RankShard shard{
       .begin = bucket.begin + rank * bucket.shard_elements, .elements = 0, .chunks = {}};
+  // The last bucket of a group may end before the last ranks' shards begin.
   shard.elements = std::clamp<int64_t>(bucket.end - shard.begin, 0, bucket.shard_elements);
+  // PartitionsOf makes the partitions from the same buckets, so no chunk crosses the end of a
+  // shard.
   for (int64_t at = shard.begin; at < shard.begin + shard.elements;) {
     const int index = layout.ChunkAt(bucket.group, at);
     const Chunk& chunk = layout.chunks()[index];
@@ -55,6 +60,7 @@ RankShard ShardOf(const Layout& layout, const Bucket& bucket, int rank) {
 }
 
 absl::Status NoParameterReached(const Layout& layout, int rank, uint32_t micro_step) {
+  // A model may have thousands; the error is one line of a log.
   constexpr size_t kNamed = 16;
   std::vector<std::string> names;
   size_t trainable = 0;

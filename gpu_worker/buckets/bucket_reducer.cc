@@ -31,6 +31,7 @@ BucketReducer::BucketReducer(const Layout& layout, absl::Span<const Bucket> buck
     largest_shard = std::max(largest_shard, buckets[b].shard_elements);
   }
   shard_.resize(largest_shard);
+  // Last: it uses all of the above. It has nothing to do yet, because `next_` is at the end.
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -40,11 +41,13 @@ BucketReducer::~BucketReducer() {
     stopping_ = true;
     changed_.NotifyAll();
   }
+  // First a bucket in progress ends: a collective has a timeout, but cannot be left.
   thread_.join();
 }
 
 void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
   MutexLock lock(mutex_);
+  // FinishMicroStep returns the error. The thread has ended.
   if (!status_.ok()) return;
   Check(next_ == order_.reduction.size(), "the last micro-step is finished before the next starts");
   if (micro_step == 0) first_reached_.assign(first_reached_.size(), std::nullopt);
@@ -55,6 +58,7 @@ void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
   completed_.assign(completed_.size(), false);
   reached_.assign(reached_.size(), false);
   non_finite_.reset();
+  // Where the service sums, each micro-step is a reduction of its own.
   for (GradientBucket& bucket : states_) {
     if (sums_here(micro_steps)) {
       bucket.StartFilling(micro_step, micro_steps);
@@ -82,6 +86,7 @@ void BucketReducer::Complete(int parameter) {
   changed_.NotifyAll();
 }
 
+// The memory still has the gradient of an earlier micro-step.
 void BucketReducer::ZeroUnused(int parameter) {
   const ParameterPlace& place = layout_.place(parameter);
   const absl::Span<float> space = gradients_[layout_.spec().parameters[parameter].group];
@@ -150,6 +155,8 @@ void BucketReducer::Run() {
       changed_.NotifyAll();
       return;
     }
+    // Only when the bucket's work is done: at the end FinishMicroStep returns, and backward may
+    // write to all buckets again.
     ++next_;
     changed_.NotifyAll();
   }
@@ -178,6 +185,7 @@ std::vector<BucketReducer::Addend> BucketReducer::Addends(int index,
                   .begin = std::max(place.offset, bucket.begin),
                   .end = std::min(place.offset + place.elements, bucket.end)};
     if (reached_[p]) {
+      // The first gradient is not added to zeros, which would turn -0 into +0.
       if (first_reached_[p] == micro_step.index) addend.what = Addend::kAssign;
       addends.push_back(addend);
     } else if (micro_step.index == 0) {
@@ -195,6 +203,8 @@ void BucketReducer::Accumulate(int index, const MicroStep& micro_step) {
     states_[index].StartAccumulating();
     addends = Addends(index, micro_step);
   }
+  // Without the lock: in this state no other thread uses the bucket, and backward can report other
+  // parameters meanwhile.
   const float* gradient = gradients_[buckets_[index].group].data();
   float* sum = accumulators_[buckets_[index].group].data();
   for (const Addend& addend : addends) {
@@ -228,6 +238,7 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
       (accumulated ? absl::MakeConstSpan(accumulators_[bucket.group])
                    : absl::Span<const float>(gradients_[bucket.group]))
           .subspan(bucket.begin, elements);
+  // Before the reduction: a sum over ranks does not show which rank has the element.
   if (!options_.checked_as.empty()) FindNonFinite(index, sealed);
   {
     MutexLock lock(mutex_);
@@ -245,6 +256,7 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
   }
   const int64_t begin = bucket.begin + collective_.rank() * bucket.shard_elements;
   const int64_t owned = std::clamp<int64_t>(bucket.end - begin, 0, bucket.shard_elements);
+  // Without the lock: the consumer may wait for the optimizer, and backward must go on.
   consumer_({.bucket = index,
              .micro_step_begin = accumulated ? 0 : micro_step.index,
              .micro_step_end = micro_step.index + 1,

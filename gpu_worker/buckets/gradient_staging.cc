@@ -37,6 +37,7 @@ absl::StatusOr<GradientStaging::Payload> GradientStaging::Fill(int chunk, uint32
     const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout_);
     MutexLock lock(mutex_);
     while (slot.taken) {
+      // The slot decides and not the clock: it may have become free at the deadline.
       if (freed_.WaitUntil(mutex_, deadline) || !slot.taken) continue;
       return absl::DeadlineExceededError(absl::StrCat(
           "chunk ", chunk, " of micro-step ", micro_step, " waited ",
@@ -52,6 +53,7 @@ absl::StatusOr<GradientStaging::Payload> GradientStaging::Fill(int chunk, uint32
   for (size_t i = 0; i < values.size(); ++i) {
     StoreElement(bytes.data(), slot.dtype, i, values[i]);
   }
+  // NotifyAll, because calls for other chunks may wait on `freed_` too.
   return Payload{.bytes = bytes, .released = [this, &slot] {
                    MutexLock lock(mutex_);
                    slot.taken = false;

@@ -27,12 +27,15 @@ absl::Status CheckAgreement(const std::vector<AgreedSetting>& settings, Collecti
   Check(settings.size() <= kMaxAgreedSettings, "the message has room for all settings");
   Hashes mine{};
   for (size_t i = 0; i < settings.size(); ++i) {
+    // With the name: programs of different versions may have other settings in the same place.
     mine[i] = Hash(absl::StrCat(settings[i].name, "=", settings[i].value));
   }
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Hashes> all, Share(mine, collective));
   for (int rank = 1; rank < collective.world_size(); ++rank) {
     for (size_t i = 0; i < mine.size(); ++i) {
       if (all[rank][i] == all[0][i]) continue;
+      // Past this rank's own settings its hashes are zeros: another rank's program has more of
+      // them.
       return absl::FailedPreconditionError(
           absl::StrCat("rank ", rank, " and rank 0 were started differently: they differ in ",
                        i < settings.size() ? settings[i].name : "their versions",

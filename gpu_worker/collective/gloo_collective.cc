@@ -37,6 +37,7 @@ class GlooCollective final : public Collective {
       : context_(std::move(context)), timeout_(timeout), links_(context_->size) {
     for (int peer = 0; peer < context_->size; ++peer) {
       if (peer == context_->rank) continue;
+      // The comment at `links_` says what this receive is for.
       links_[peer] = context_->createUnboundBuffer(nullptr, SIZE_MAX);
       links_[peer]->recv(peer, kSilentSlot, Address(&never_sent_), sizeof(never_sent_));
     }
@@ -66,6 +67,8 @@ class GlooCollective final : public Collective {
     }
     BALLAST_RETURN_IF_ERROR(Exchange("reduce-scatter", transfers));
     for (int peer = 0; peer < world_size(); ++peer) {
+      // This rank's own part is added at its turn too, so that the order does not depend on the
+      // rank.
       const float* addend = (peer == rank() ? input.data() : received_.data()) + peer * elements;
       if (peer == 0) {
         std::copy(addend, addend + elements, shard.begin());
@@ -81,6 +84,8 @@ class GlooCollective final : public Collective {
   }
 
   absl::Status AllReduceSum(absl::Span<double> values) override {
+    // Each rank gets all values and adds them in the same order. The vectors are short, so this
+    // costs little.
     std::vector<double> all(values.size() * world_size());
     BALLAST_RETURN_IF_ERROR(
         Gather("all-reduce",
@@ -138,10 +143,13 @@ class GlooCollective final : public Collective {
   // peer; `peer` is the one that the call in progress concerns.
   absl::Status Exchange(const char* operation, absl::Span<const Transfer> transfers) {
     if (!failed_.ok()) return failed_;
+    // A rank that is ahead may already send its message of the next operation; the slot keeps them
+    // apart.
     const uint64_t slot = next_slot_++;
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
     int peer = rank();
     try {
+      // All are started before the first wait: else two ranks could wait for each other.
       for (const Transfer& transfer : transfers) {
         peer = transfer.peer;
         Start(transfer, slot);

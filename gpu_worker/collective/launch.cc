@@ -29,6 +29,8 @@ class ExchangedStore final : public gloo::rendezvous::HashStore {
     const absl::StatusOr<std::vector<std::string>> all =
         rendezvous_.Exchange(absl::StrCat(key, "\n", absl::string_view(data.data(), data.size())));
     if (!all.ok()) throw std::runtime_error(std::string(all.status().message()));
+    // Now all ranks' values are here, and Gloo finds them without waiting. A key has no line end;
+    // the data after it may have any byte.
     for (const std::string& pair : *all) {
       const size_t end = pair.find('\n');
       HashStore::set(pair.substr(0, end), {pair.begin() + end + 1, pair.end()});
@@ -51,7 +53,7 @@ absl::StatusOr<Launch> ReadLaunch(
     int least;
     int most;
   };
-  // WORLD_SIZE before RANK, whose range depends on it.
+  // That RANK is less than WORLD_SIZE is checked below, when both are known.
   for (const Number& number : {Number{"WORLD_SIZE", &launch.world_size, 1, kMaxWorldSize},
                                Number{"RANK", &launch.rank, 0, kMaxWorldSize - 1},
                                Number{"LOCAL_RANK", &local_rank, 0, kMaxWorldSize - 1},
@@ -93,6 +95,7 @@ absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
                                              .timeout = timeout}));
   BALLAST_ASSIGN_OR_RETURN(std::string own_host, rendezvous->OwnHost());
   ExchangedStore store(*rendezvous);
+  // The rendezvous ends when this returns, and ConnectGloo returns when no rank needs it any more.
   return ConnectGloo({.rank = launch.rank,
                       .world_size = launch.world_size,
                       .host = std::move(own_host),

@@ -30,6 +30,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int kMaxValueBytes = 1 << 20;
 constexpr std::chrono::seconds kPatience{5};  // A longer wait is reported on stderr.
 constexpr std::chrono::seconds kForTheAnswer{5};
+// Ranks are started together, and rank 0 may listen a moment later than others connect. gRPC's own
+// pauses, from 1 s to 2 min, would be long for that.
 constexpr int kFirstReconnectMs = 50;
 constexpr int kLastReconnectMs = 500;
 
@@ -84,6 +86,7 @@ class Meeting {
   // The rank's stream ended: no later round is complete.
   void Leave(int rank) {
     MutexLock lock(mutex_);
+    // It stays in `joined_`: if it joined again, it would have missed rounds.
     ended_.insert(rank);
     changed_.NotifyAll();
   }
@@ -97,6 +100,8 @@ class Meeting {
   absl::StatusOr<std::vector<std::string>> Exchange(int round, int rank, std::string value) {
     if (round >= Rendezvous::kMaxRounds) return absl::ResourceExhaustedError("too many rounds");
     MutexLock lock(mutex_);
+    // Rounds are kept: a rank may be in the next one while a thread still waits in this one. A
+    // std::map does not move its elements, so `values` is valid after the waits.
     std::map<int, std::string>& values = rounds_[round];
     values[rank] = std::move(value);
     changed_.NotifyAll();
@@ -112,6 +117,7 @@ class Meeting {
       }
       if (now >= patience) {
         patience = Clock::time_point::max();
+        // Rank 0's own call says it; the threads of other ranks wait for the same ones.
         if (rank == 0) {
           std::fprintf(stderr, "ballast-worker: rank 0: waiting for %s\n", Missing(values).c_str());
         }
@@ -173,6 +179,8 @@ class ServedRendezvous final : public Rendezvous, private v1::Rendezvous::Servic
       : options_(options), meeting_(options.world_size, Clock::now() + options.timeout) {}
 
   ~ServedRendezvous() override {
+    // First: a thread that waits in a round does not notice that its call is cancelled, and
+    // Shutdown waits for it.
     meeting_.Close();
     // The grace is for answers that are on their way.
     if (server_ != nullptr) {
@@ -220,9 +228,11 @@ class ServedRendezvous final : public Rendezvous, private v1::Rendezvous::Servic
   // On a thread of gRPC's for each rank, until the rank ends.
   absl::Status Serve(const grpc::ServerContext& context, Stream& stream) {
     v1::MeetRequest request;
+    // The peer ended before it said which rank it is.
     if (!stream.Read(&request)) return absl::OkStatus();
     const int rank = request.rank();
     BALLAST_RETURN_IF_ERROR(meeting_.Join(rank, request.world_size()));
+    // Only from here on: a rank that was refused must not end the rounds of the others.
     const absl::Cleanup leave = [&] { meeting_.Leave(rank); };
     v1::MeetReply reply;
     reply.set_host(HostOf(context.peer()));
@@ -247,6 +257,7 @@ class JoinedRendezvous final : public Rendezvous {
 
   ~JoinedRendezvous() override {
     if (stream_ == nullptr) return;
+    // Finish waits for the end of the stream, and rank 0 waits there for this rank's next value.
     context_.TryCancel();
     stream_->Finish();
   }
@@ -279,6 +290,8 @@ class JoinedRendezvous final : public Rendezvous {
     arguments.SetMaxReceiveMessageSize(-1);  // Every rank's value.
     arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kFirstReconnectMs);
     arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLastReconnectMs);
+    // No proxy that the environment names, and no connection or pause that is shared with another
+    // channel of this process.
     arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     channel_ = grpc::CreateCustomChannel(HostAndPort(connected_to_, options_.port),
@@ -308,6 +321,7 @@ class JoinedRendezvous final : public Rendezvous {
     request.set_value(value);
     v1::MeetReply reply;
     if (stream_->Write(request) && stream_->Read(&reply)) return reply;
+    // A stream is finished once; later calls return what it said then.
     failure_ = proto::FromGrpc(stream_->Finish());
     if (failure_.ok()) failure_ = absl::UnavailableError("rank 0 ended");
     stream_ = nullptr;
@@ -342,6 +356,7 @@ absl::StatusOr<std::string> Rendezvous::OwnHost() {
   for (const std::string& host : reached) {
     if (!host.empty() && !IsLoopback(host)) return host;
   }
+  // All ranks are on one host, and reach each other by its loopback address.
   return reached.back();
 }
 

@@ -38,12 +38,17 @@ template <typename T>
 void CausalSoftmax(int context, T* scores) {
   for (int t = 0; t < context; ++t) {
     T* row = scores + static_cast<int64_t>(t) * context;
+    // The largest score is subtracted, which leaves the quotients as they are: no exponential is
+    // above 1 then, and their sum cannot overflow.
     const T largest = *std::max_element(row, row + t + 1);
     for (int i = 0; i <= t; ++i) row[i] = Exp(row[i] - largest);
+    // The sum has a loop of its own: its additions keep one order, and the loop with Exp can be
+    // vectorised.
     T sum = 0;
     for (int i = 0; i <= t; ++i) sum += row[i];
     const T inverse = 1 / sum;
     for (int i = 0; i <= t; ++i) row[i] *= inverse;
+    // The product with the values is over whole rows: zeros here keep later tokens out of it.
     std::fill(row + t + 1, row + context, T{0});
   }
 }
@@ -57,6 +62,8 @@ void CausalSoftmaxBackward(int context, const T* probabilities, T* gradient) {
     T dot = 0;
     for (int i = 0; i <= t; ++i) dot += d[i] * p[i];
     for (int i = 0; i <= t; ++i) d[i] = p[i] * (d[i] - dot);
+    // d_p has values for later tokens as well, on which no score depends. The products that follow
+    // are over whole rows.
     std::fill(d + t + 1, d + context, T{0});
   }
 }
@@ -72,9 +79,13 @@ template <typename T>
 void AttentionForward(const AttentionShape& shape, const T* qkv, T* probabilities, T* out) {
   const int context = shape.context;
   const int stride = 3 * shape.width;
+  // A head of a sequence is one tile. It writes its own columns of its own rows, so tiles never
+  // meet.
   ForEachTile(shape.sequences * shape.heads, 1, [&](int index, int) {
     const Head head(shape, index);
     T* scores = probabilities + head.scores;
+    // The product has all pairs of tokens, also those that the mask forbids. CausalSoftmax clears
+    // these.
     Gemm(Product<T>{.rows = context,
                     .columns = context,
                     .inner = head.size,
@@ -93,6 +104,7 @@ void AttentionBackward(const AttentionShape& shape, const T* d_out, const T* qkv
   const int context = shape.context;
   const int stride = 3 * shape.width;
   ForEachTile(shape.sequences * shape.heads, 1, [&](int index, int) {
+    // The heads together write each element of d_qkv once, so it needs no zeros before.
     const Head head(shape, index);
     const T* p = probabilities + head.scores;
     T* d_scores = scratch + head.scores;

@@ -42,6 +42,8 @@ CpuBackend::CpuBackend(const CpuBackendOptions& options, std::unique_ptr<Model> 
       model_(Placed(std::move(model), job)),
       staging_(job.layout, WireDTypes(job), collective.rank(), options.timeout),
       timeline_(options.timeline),
+      // model_ comes before it and is placed by then: the gradients that are reduced have their
+      // memory.
       reducer_(
           job.layout, job.buckets, model_->backward_order(), GradientsOf(*model_, job), collective,
           [this](const ReducedGradient& gradient) { HandOver(gradient); },
@@ -60,6 +62,7 @@ absl::Status CpuBackend::MicroStep(const MicroStepInput& input) {
   BALLAST_RETURN_IF_ERROR(failure_);
   Stopwatch stopwatch;
   step_number_ = input.step;
+  // This comes before backward: buckets must be filling when the first parameter is announced.
   reducer_.StartMicroStep(input.micro_step, input.micro_steps);
   {
     const TimelineScope scope(
@@ -71,7 +74,11 @@ absl::Status CpuBackend::MicroStep(const MicroStepInput& input) {
   }
   step_.compute_seconds += stopwatch.Lap();
 
+  // All buckets are reduced and handed over when it returns, so the pushes of a micro-step come
+  // before its end, and step_error_ belongs to this thread again.
   absl::StatusOr<ReducedMicroStep> reduced = reducer_.FinishMicroStep();
+  // The error is kept for good: the ranks may be at different collectives now, so no later one can
+  // fit.
   if (!reduced.ok()) return failure_ = reduced.status();
   step_.reduce_seconds += reduced->reduce_seconds;
   step_.send_seconds += reduced->consume_seconds;
@@ -97,8 +104,11 @@ absl::Status CpuBackend::EndMicroStep(uint32_t micro_step, ReducedMicroStep redu
 }
 
 absl::StatusOr<FinishedStep> CpuBackend::FinishStep() {
+  // Both are emptied before any return: nothing of a step that failed may show in the next one.
   const FinishedStep finished = std::exchange(step_, {});
   const absl::Status step_error = std::exchange(step_error_, absl::OkStatus());
+  // The failure comes first. The step's error may be an ABORTED, after which the trainer joins
+  // again and goes on, and over this collective it cannot go on.
   BALLAST_RETURN_IF_ERROR(failure_);
   BALLAST_RETURN_IF_ERROR(step_error);
   return finished;
@@ -112,9 +122,12 @@ void CpuBackend::HandOver(const ReducedGradient& gradient) {
 }
 
 absl::Status CpuBackend::PushChunks(const ReducedGradient& gradient) {
+  // Partitions follow the buckets (MakeTrainingJob), so a shard is whole chunks.
   const RankShard place = ShardOf(job_.layout, job_.buckets[gradient.bucket], collective_.rank());
   for (const int index : place.chunks) {
     const Chunk& chunk = job_.layout.chunks()[index];
+    // Fill waits while the optimizer still has the chunk's gradient of the micro-step before. This
+    // holds up the reducer's thread, and so, in the end, the ranks that wait in its collectives.
     BALLAST_ASSIGN_OR_RETURN(
         GradientStaging::Payload payload,
         staging_.Fill(index, gradient.micro_step_end - 1,
@@ -132,6 +145,7 @@ absl::Status CpuBackend::PushChunks(const ReducedGradient& gradient) {
 
 void CpuBackend::NoteReduced(int bucket, double seconds) {
   if (timeline_ == nullptr) return;
+  // The reducer knows no timeline and tells durations only; the call comes at the end of one.
   const Timeline::Clock::time_point end = Timeline::Clock::now();
   timeline_->Add(Track::kReduce, {.step = step_number_, .bucket = bucket},
                  end - std::chrono::duration_cast<Timeline::Clock::duration>(
@@ -155,6 +169,7 @@ absl::Status CpuBackend::GatherWeights() {
     const Bucket& bucket = job_.buckets[i];
     const TimelineScope scope(timeline_, Track::kGather,
                               {.step = step_number_, .bucket = static_cast<int>(i)});
+    // Shards of one size may reach past the bucket's end. group_elements includes that memory.
     const absl::Span<std::byte> all =
         WeightBytes(bucket.group, bucket.begin, bucket.shard_elements * collective_.world_size());
     const size_t shard_bytes = all.size() / collective_.world_size();

@@ -37,6 +37,7 @@ void CpuGpt<T>::Place(const Layout& layout, absl::Span<const int64_t> group_elem
     const ParameterPlace& place = layout.place(i);
     places_.push_back({layout.spec().parameters[i].group, place.offset, place.elements});
     working_weights_[i].resize(place.elements);
+    // With T = float the layers write gradients straight to the flat space that is reduced.
     if constexpr (!std::is_same_v<T, float>) working_gradients_[i].resize(place.elements);
   }
 }
@@ -53,6 +54,8 @@ T* CpuGpt<T>::Gradient(int parameter) {
 
 template <typename T>
 void CpuGpt<T>::Announce(int parameter) {
+  // This is the last moment for the copy: after the announcement the elements belong to the
+  // reducer, whose thread may read them at once.
   if constexpr (!std::is_same_v<T, float>) {
     const PlaceInGroup& place = places_[parameter];
     std::copy(working_gradients_[parameter].begin(), working_gradients_[parameter].end(),
@@ -63,6 +66,8 @@ void CpuGpt<T>::Announce(int parameter) {
 
 template <typename T>
 void CpuGpt<T>::ReadWeights() {
+  // Each pass reads them anew: the optimizer writes weights between passes, and the model is not
+  // told when.
   for (size_t i = 0; i < places_.size(); ++i) {
     const std::byte* weights = flat_spaces_[places_[i].group].weights.data() +
                                places_[i].offset * SizeBytes(weights_dtype_);
@@ -79,6 +84,8 @@ void CpuGpt<T>::Reserve(const Batch& batch) {
   sequences_ = batch.sequences;
   context_ = batch.context;
   rows_ = sequences_ * context_;
+  // Products of sizes are size_t here. The ints in the calls of layers are bounded beforehand, by
+  // CheckIndices in run/worker_run.cc.
   const size_t rows = rows_;
   const size_t row_width = rows * config_.width;
   const size_t scores = rows * config_.heads * context_;
@@ -112,6 +119,7 @@ template <typename T>
 double CpuGpt<T>::ForwardBackward(const Batch& batch, double loss_scale,
                                   const std::function<void(int parameter)>& gradient_ready) {
   Check(!places_.empty(), "a model is placed before it is used");
+  // The pointer is valid during the call only, and Announce uses it no longer than that.
   gradient_ready_ = &gradient_ready;
   if (batch.sequences == 0) {
     BackwardNothing();
@@ -130,11 +138,13 @@ double CpuGpt<T>::Forward(const Batch& batch) {
                            Weight(kTokenEmbedding), Weight(kPositionEmbedding),
                            blocks_[0].in.data());
   for (int layer = 0; layer < config_.layers; ++layer) {
+    // A block writes its output where the next one's input is kept for backward.
     ForwardBlock(layer, layer + 1 < config_.layers ? blocks_[layer + 1].in : final_in_);
   }
   const int norm = LastNormWeight(config_);
   cpu::LayerNormForward<T>({rows_, config_.width}, final_in_.data(), Weight(norm), Weight(norm + 1),
                            final_normal_.data(), final_mean_.data(), final_rstd_.data());
+  // The head is the token embedding once more (Press and Wolf 2017), without a bias.
   cpu::MatmulForward<T>({rows_, config_.width, config_.vocabulary}, final_normal_.data(),
                         Weight(kTokenEmbedding), nullptr, logits_.data());
   return cpu::CrossEntropy<T>({rows_, config_.vocabulary}, batch.targets.data(), logits_.data(),
@@ -147,10 +157,12 @@ void CpuGpt<T>::ForwardBlock(int layer, std::vector<T>& out) {
   const int width = config_.width;
   BlockActivations& block = blocks_[layer];
   const auto weight = [&](InBlock which) { return Weight(BlockParameter(layer, which)); };
+  // The layer before cannot add to the stream itself: MatmulForward writes its output.
   const auto add_residual = [](const std::vector<T>& residual, std::vector<T>& stream) {
     for (size_t i = 0; i < stream.size(); ++i) stream[i] += residual[i];
   };
 
+  // This half is attention.
   cpu::LayerNormForward<T>({rows_, width}, block.in.data(), weight(kNorm1Weight),
                            weight(kNorm1Bias), block.normal_1.data(), block.mean_1.data(),
                            block.rstd_1.data());
@@ -162,6 +174,7 @@ void CpuGpt<T>::ForwardBlock(int layer, std::vector<T>& out) {
                         weight(kAttentionOutBias), block.middle.data());
   add_residual(block.in, block.middle);
 
+  // This half is the MLP.
   cpu::LayerNormForward<T>({rows_, width}, block.middle.data(), weight(kNorm2Weight),
                            weight(kNorm2Bias), block.normal_2.data(), block.mean_2.data(),
                            block.rstd_2.data());
@@ -177,13 +190,17 @@ void CpuGpt<T>::ForwardBlock(int layer, std::vector<T>& out) {
 template <typename T>
 void CpuGpt<T>::Backward(const Batch& batch, T loss_scale) {
   // The forward pass leaves the loss's gradient in the logits.
+  // Backward is linear in it, so the scale multiplies every gradient.
   if (loss_scale != 1) {
     for (T& gradient : logits_) gradient *= loss_scale;
   }
+  // The head's part of the token embedding's gradient. It is not announced yet: the embedding adds
+  // its own part at the end of the pass.
   cpu::MatmulBackward<T>({rows_, config_.width, config_.vocabulary}, logits_.data(),
                          final_normal_.data(), Weight(kTokenEmbedding), d_width_.data(),
                          Gradient(kTokenEmbedding), nullptr);
   const int norm = LastNormWeight(config_);
+  // A norm adds its gradient to that of the residual stream, which begins with zeros here.
   std::fill(d_stream_.begin(), d_stream_.end(), T{0});
   cpu::LayerNormBackward<T>({rows_, config_.width}, d_width_.data(), final_in_.data(), Weight(norm),
                             final_mean_.data(), final_rstd_.data(), d_stream_.data(),
@@ -213,9 +230,14 @@ void CpuGpt<T>::BackwardBlock(int layer) {
     Announce(BlockParameter(layer, which) + 1);
   };
 
+  // This is the MLP. Where a branch was added to the residual stream, the gradient of the sum is
+  // that of both: d_stream is at once the gradient of what the MLP gave. The norm at the beginning
+  // of the branch adds to it what came back through the branch.
   cpu::MatmulBackward<T>({rows_, 4 * width, width}, d_stream_.data(), block.activated.data(),
                          weight(kMlpOutWeight), d_hidden_.data(), gradient(kMlpOutWeight),
                          gradient(kMlpOutBias));
+  // The announcement comes at once, so that the bucket is reduced while the next layers are
+  // computed.
   announce(kMlpOutWeight);
   cpu::GeluBackward<T>(4 * rows_ * width, d_hidden_.data(), block.hidden.data(),
                        block.tanh_u.data(), d_hidden_.data());
@@ -228,6 +250,7 @@ void CpuGpt<T>::BackwardBlock(int layer) {
                             d_stream_.data(), gradient(kNorm2Weight), gradient(kNorm2Bias));
   announce(kNorm2Weight);
 
+  // Attention follows in the same way. d_stream is the gradient of `middle` now.
   cpu::MatmulBackward<T>({rows_, width, width}, d_stream_.data(), block.attended.data(),
                          weight(kAttentionOutWeight), d_width_.data(),
                          gradient(kAttentionOutWeight), gradient(kAttentionOutBias));

@@ -10,9 +10,13 @@
 namespace ballast::worker::cpu {
 namespace {
 
+// The row itself becomes the softmax: a second array of rows * classes would be large with the
+// vocabulary of GPT-2.
 template <typename T>
 double RowLoss(int classes, int target, T* row) {
+  // As in attention, the largest logit is subtracted, so that the sum cannot overflow.
   const T largest = *std::max_element(row, row + classes);
+  // It is read now, because the loop below writes over the logits.
   const double target_logit = row[target] - largest;
   for (int i = 0; i < classes; ++i) row[i] = Exp(row[i] - largest);
   T sum = 0;
@@ -34,6 +38,8 @@ double CrossEntropy(const CrossEntropyShape& shape, const int32_t* targets, T* l
           RowLoss(shape.classes, targets[row], logits + static_cast<int64_t>(row) * shape.classes);
     }
   });
+  // One thread adds the rows in their order, so the sum has the same bits for any number of
+  // threads.
   double sum = 0;
   for (int row = 0; row < shape.rows; ++row) sum += row_losses[row];
   return sum;

@@ -26,10 +26,13 @@ void EmbeddingBackward(const EmbeddingShape& shape, const int32_t* inputs, const
   const int width = shape.width;
   // By columns: two rows may have the same token, two columns never meet.
   ForEachTile(width, kTileColumns, [&](int begin, int end) {
+    // Only positions are cleared: the tokens' gradient has the head's part already.
     for (int t = 0; t < shape.context; ++t) {
       std::fill(d_positions + static_cast<int64_t>(t) * width + begin,
                 d_positions + static_cast<int64_t>(t) * width + end, T{0});
     }
+    // Each tile goes through all rows in order, so an element is summed in one order whatever the
+    // number of threads.
     for (int row = 0; row < shape.sequences * shape.context; ++row) {
       const T* d_x = d_out + static_cast<int64_t>(row) * width;
       T* d_token = d_tokens + static_cast<int64_t>(inputs[row]) * width;

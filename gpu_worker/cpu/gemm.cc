@@ -11,6 +11,8 @@ CBLAS_TRANSPOSE Convert(Transpose transpose) {
 
 // OpenBLAS would otherwise split large products by the number of cores.
 void UseCallingThreadOnly() {
+  // The static local is made once, whichever of the threads comes first. The setting is for the
+  // whole process, which has no other user of BLAS.
   static const bool done = [] {
     openblas_set_num_threads(1);
     return true;

@@ -29,6 +29,8 @@ absl::StatusOr<Preference> MakePreference(const CublasLt& library, const CublasL
   BALLAST_RETURN_IF_ERROR(
       prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{workspace_bytes}));
   BALLAST_RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kReductions));
+  // If it is not told, the library assumes 256 bytes (cublasLt.h), and may propose what cannot load
+  // a parameter: these begin at any multiple of 16 bytes.
   BALLAST_RETURN_IF_ERROR(
       prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, product.a_alignment_bytes));
   BALLAST_RETURN_IF_ERROR(
@@ -50,6 +52,7 @@ absl::Status CheckCublasLt(const CublasLt& library, cublasStatus_t status, absl:
     case CUBLAS_STATUS_NOT_SUPPORTED:
     case CUBLAS_STATUS_INVALID_VALUE:
     case CUBLAS_STATUS_ARCH_MISMATCH:
+      // Rows of bf16 are then multiples of 16 bytes, as tensor cores need them.
       return absl::InvalidArgumentError(
           absl::StrCat(message, "; choose a --width and --batch that are multiples of 8"));
     case CUBLAS_STATUS_ALLOC_FAILED:
@@ -80,6 +83,8 @@ absl::StatusOr<cublasLtMatmulAlgo_t> ChooseAlgorithm(const CublasLt& library,
   for (const auto& proposal : absl::MakeConstSpan(proposals).first(proposed)) {
     refusal = proposal.state;
     if (refusal != CUBLAS_STATUS_SUCCESS) continue;
+    // The heuristic only proposes. The check says whether this GPU can run it, and with what
+    // workspace.
     cublasLtMatmulHeuristicResult_t checked = {};
     refusal = library.MatmulAlgoCheck(handle, product.operation, product.a, product.b, product.out,
                                       product.out, &proposal.algo, &checked);
@@ -88,6 +93,7 @@ absl::StatusOr<cublasLtMatmulAlgo_t> ChooseAlgorithm(const CublasLt& library,
       return proposal.algo;
     }
   }
+  // The last one could be run, but wants more workspace than there is.
   if (refusal == CUBLAS_STATUS_SUCCESS) refusal = CUBLAS_STATUS_NOT_SUPPORTED;
   return CheckCublasLt(library, refusal,
                        absl::StrCat(what, ": none of ", proposed, " algorithms can be run"));

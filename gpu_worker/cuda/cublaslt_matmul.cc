@@ -23,11 +23,14 @@ namespace ballast::worker {
 namespace {
 
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // What cuBLAS itself takes on sm_90.
+// Memory of the device begins at multiples of it (device.h), and cuBLASLt assumes it by default.
 constexpr uint32_t kMostAlignment = 256;
 
 uint32_t Alignment(const void* memory) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
+  // There is no such operand, for example no bias: it restricts nothing.
   if (address == 0) return kMostAlignment;
+  // The lowest bit of the address that is set is the largest power of two that divides it.
   return static_cast<uint32_t>(std::min<uintptr_t>(kMostAlignment, address & (~address + 1)));
 }
 
@@ -90,6 +93,7 @@ class CublasLtMatmul final : public DeviceMatmul {
     BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
     BALLAST_ASSIGN_OR_RETURN(DeviceMemory* const workspace, WorkspaceOf(native));
     BALLAST_ASSIGN_OR_RETURN(const Plan* const plan, PlanOf(matmul));
+    // The plan is for all products of its shape; bias and aux are other memory each time.
     BALLAST_RETURN_IF_ERROR(SetPointers(matmul, plan->operation.get()));
     const float one = 1;
     const float beta = matmul.accumulate ? 1 : 0;
@@ -98,6 +102,7 @@ class CublasLtMatmul final : public DeviceMatmul {
         plan->a.get(), &beta, matmul.out, plan->out.get(), matmul.out, plan->out.get(),
         &plan->algorithm, workspace->data(), kWorkspaceBytes, native);
     if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
+    // Of a lost GPU the library says only that the call failed; the GPU's own error says more.
     BALLAST_RETURN_IF_ERROR(gpu.CheckGpu(Describe(matmul)));
     return CheckCublasLt(library_, status, Describe(matmul));
   }
@@ -134,12 +139,14 @@ class CublasLtMatmul final : public DeviceMatmul {
                  .a = {nullptr, library_.MatrixLayoutDestroy},
                  .out = {nullptr, library_.MatrixLayoutDestroy},
                  .algorithm = {}};
+    // What the library calls A is our `b`, as the head of this file explains.
     const cublasOperation_t first = matmul.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     const cublasOperation_t second = matmul.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     const cublasLtEpilogue_t epilogue = EpilogueOf(matmul.epilogue);
     BALLAST_RETURN_IF_ERROR(Set(operation, CUBLASLT_MATMUL_DESC_TRANSA, first));
     BALLAST_RETURN_IF_ERROR(Set(operation, CUBLASLT_MATMUL_DESC_TRANSB, second));
     BALLAST_RETURN_IF_ERROR(Set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue));
+    // Before the choice, which depends on where they lie (Key).
     BALLAST_RETURN_IF_ERROR(SetPointers(matmul, operation));
 
     const bool tb = matmul.transpose_b;

@@ -37,6 +37,8 @@ class CudaMemory final : public DeviceMemory {
       : shared_(std::move(shared)), data_(data), size_bytes_(size_bytes) {
     shared_->allocated_bytes += static_cast<int64_t>(size_bytes_);
   }
+  // Of a lost GPU nothing can be freed: every call fails, and the process must end. The same holds
+  // in the other destructors of this file.
   ~CudaMemory() override {
     shared_->allocated_bytes -= static_cast<int64_t>(size_bytes_);
     if (shared_->failure.Enter().ok()) (void)cudaFree(data_);
@@ -63,6 +65,7 @@ class CudaHostMemory final : public HostMemory {
                  bool pinned)
       : shared_(std::move(shared)), owned_(std::move(owned)), bytes_(bytes), pinned_(pinned) {}
   ~CudaHostMemory() override {
+    // Before the memory is freed: `owned_` is destroyed after this body.
     if (pinned_ && shared_->failure.Enter().ok()) (void)cudaHostUnregister(bytes_.data());
   }
   absl::Span<std::byte> bytes() const override { return bytes_; }
@@ -90,6 +93,7 @@ class CudaEvent final : public DeviceEvent {
     BALLAST_RETURN_IF_ERROR(shared_->failure.Enter());
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
+      // This is an answer and no failure. A later call must not be blamed for it.
       (void)cudaGetLastError();
       return false;
     }
@@ -158,6 +162,7 @@ class CudaStream final : public GpuStream {
     return shared_->failure.Check(error, absl::StrCat("stream ", name_, ": ", what));
   }
   absl::Status CheckGpu(absl::string_view what) override {
+    // The query does not wait, and also returns what earlier work on the GPU has failed with.
     const cudaError_t error = cudaStreamQuery(stream_);
     if (error != cudaErrorNotReady) return Check(error, what);
     (void)cudaGetLastError();
@@ -199,7 +204,9 @@ class OpenedDevice final : public CudaDevice {
                                                          absl::string_view what) override {
     BALLAST_RETURN_IF_ERROR(failure().Enter());
     void* data = nullptr;
+    // A param group may be empty; its space has an address all the same.
     const cudaError_t error = cudaMalloc(&data, std::max<size_t>(size_bytes, 1));
+    // Not left to GpuFailure, which knows neither sizes nor what they are for.
     if (error == cudaErrorMemoryAllocation) return OutOfMemory(size_bytes, what);
     BALLAST_RETURN_IF_ERROR(failure().Check(error, absl::StrCat("allocating ", what)));
     auto memory = std::make_unique<CudaMemory>(shared_, data, size_bytes);
@@ -211,6 +218,8 @@ class OpenedDevice final : public CudaDevice {
 
   absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHost(size_t size_bytes,
                                                            absl::string_view what) override {
+    // Ordinary memory that is pinned afterwards, not cudaHostAlloc: where pinning fails, the same
+    // memory is used unpinned.
     OwnedBytes owned(static_cast<std::byte*>(::operator new(
         std::max<size_t>(size_bytes, 1), std::align_val_t(kPageBytes), std::nothrow)));
     if (owned == nullptr) {
@@ -233,6 +242,8 @@ class OpenedDevice final : public CudaDevice {
     int greatest = 0;
     BALLAST_RETURN_IF_ERROR(failure().Check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                                             "asking for streams' priorities"));
+    // cudaStreamNonBlocking: no order with CUDA's default stream, so that only events order
+    // streams.
     cudaStream_t stream = nullptr;
     BALLAST_RETURN_IF_ERROR(
         failure().Check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
@@ -242,6 +253,7 @@ class OpenedDevice final : public CudaDevice {
   }
   absl::StatusOr<std::unique_ptr<DeviceEvent>> CreateEvent() override {
     BALLAST_RETURN_IF_ERROR(failure().Enter());
+    // Timing stays on, because SecondsSince reads it.
     cudaEvent_t event = nullptr;
     // Waiting must not cost a core: the service may be on this host.
     BALLAST_RETURN_IF_ERROR(failure().Check(cudaEventCreateWithFlags(&event, cudaEventBlockingSync),
@@ -285,11 +297,13 @@ class OpenedDevice final : public CudaDevice {
 };
 
 std::string VersionName(int version) {
+  // CUDA writes 12.4 as 12040.
   return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
 absl::Status NoDriver() {
   int driver = 0;
+  // It sets 0 where no driver is installed.
   (void)cudaDriverGetVersion(&driver);
   if (driver == 0) {
     return absl::FailedPreconditionError(
@@ -307,6 +321,7 @@ absl::Status NoDriver() {
 absl::StatusOr<int> CudaDevice::Count() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
+  // CUDA returns this also where there is no driver at all; NoDriver distinguishes the two.
   if (error == cudaErrorInsufficientDriver) return NoDriver();
   if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
     return absl::FailedPreconditionError(
@@ -324,6 +339,7 @@ absl::StatusOr<int> CudaDevice::Count() {
 absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Open(int local_rank) {
   BALLAST_ASSIGN_OR_RETURN(const int count, Count());
   const int ordinal = local_rank % count;
+  // The GPU's name is not known yet, so the first errors have its number alone.
   GpuFailure opening(ordinal, absl::StrCat("GPU ", ordinal));
   cudaDeviceProp properties = {};
   BALLAST_RETURN_IF_ERROR(
@@ -340,6 +356,7 @@ absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Open(int local_rank) {
       cudaInitDevice(ordinal, cudaDeviceScheduleBlockingSync, cudaInitDeviceFlagsAreValid),
       "its first use"));
   BALLAST_RETURN_IF_ERROR(shared->failure.Enter());
+  // A stream of its own, so that Allocate waits for its zeros and for no other work.
   cudaStream_t zeroing = nullptr;
   BALLAST_RETURN_IF_ERROR(shared->failure.Check(
       cudaStreamCreateWithFlags(&zeroing, cudaStreamNonBlocking), "creating a stream"));

@@ -39,6 +39,8 @@ absl::Status GpuFailure::Enter() {
     MutexLock lock(mutex_);
     if (!lost_.ok()) return lost_;
   }
+  // Each thread has its own current GPU, and any thread may call. Without the lock, which Check
+  // takes.
   return Check(cudaSetDevice(ordinal_), "making it current");
 }
 
@@ -48,6 +50,7 @@ absl::Status GpuFailure::Check(cudaError_t error, absl::string_view what) {
   const std::string failed = absl::StrCat(gpu_, ": ", what, " failed: ", cudaGetErrorString(error),
                                           " (", cudaGetErrorName(error), "); ");
   MutexLock lock(mutex_);
+  // After the loss every call fails, and only the first line says something about the cause.
   if (!lost_.ok()) return lost_;
   switch (KindOf(error)) {
     case Kind::kNoMemory:

@@ -15,6 +15,8 @@ namespace {
 
 #define BALLAST_TO_STRING_IMPL(text) #text
 #define BALLAST_TO_STRING(text) BALLAST_TO_STRING_IMPL(text)
+// With the major version of the headers, because functions of another one may have other
+// parameters.
 constexpr char kCublasLtName[] = "libcublasLt.so." BALLAST_TO_STRING(CUBLAS_VER_MAJOR);
 constexpr char kNcclName[] = "libnccl.so." BALLAST_TO_STRING(NCCL_MAJOR);
 
@@ -28,6 +30,8 @@ class Library {
     paths.push_back(absl::StrCat("/usr/local/cuda/lib64/", name));
     std::string reason;
     for (const std::string& path : paths) {
+      // RTLD_NOW: a library that lacks something fails here, and not at a first call in the middle
+      // of a step. RTLD_LOCAL: no other library is bound to these symbols.
       if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return Library(handle, name);
       if (reason.empty()) reason = dlerror();
     }
@@ -51,6 +55,7 @@ class Library {
   std::string name_;
 };
 
+// Sets `functions.name` to the library's symbol of that name with its prefix.
 #define BALLAST_FIND(prefix, name) \
   BALLAST_RETURN_IF_ERROR(library.Find(#prefix #name, functions.name))
 
@@ -100,6 +105,7 @@ absl::StatusOr<const Functions*> Loaded(const absl::StatusOr<Functions>& functio
 }  // namespace
 
 absl::StatusOr<const CublasLt*> LoadCublasLt() {
+  // Never destroyed, so that the end of the process takes it from no thread.
   static const absl::StatusOr<CublasLt>& functions = *new absl::StatusOr<CublasLt>(FindCublasLt());
   return Loaded(functions);
 }

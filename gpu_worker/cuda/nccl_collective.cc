@@ -56,6 +56,8 @@ class NcclCollective final : public DeviceCollective {
  private:
   absl::Status Do(absl::string_view operation, const Purpose& purpose, DeviceStream& stream,
                   const std::function<ncclResult_t(const Nccl&, ncclComm_t, cudaStream_t)>& call) {
+    // An error of an earlier call is returned before more work is given. This also makes events of
+    // finished calls free for TakeEvent.
     BALLAST_RETURN_IF_ERROR(watchdog_.Look());
     auto& gpu = static_cast<GpuStream&>(stream);
     BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
@@ -67,6 +69,7 @@ class NcclCollective final : public DeviceCollective {
       return call(nccl, communicator, native);
     });
     if (!given.ok()) {
+      // If the GPU is lost, NCCL says only that its call failed; the GPU's own error says more.
       const absl::Status lost = gpu.CheckGpu(operation);
       return watchdog_.Fail(operation, purpose, lost.ok() ? given : lost);
     }
@@ -114,6 +117,8 @@ absl::StatusOr<std::unique_ptr<DeviceCollective>> ConnectNccl(CudaDevice& device
         "two ranks use one GPU, which NCCL refuses; start fewer, or use --collective=gloo");
   }
   const absl::StatusOr<const Nccl*> nccl = LoadNccl();
+  // A rank without NCCL tells the others before it returns: else they would wait for it in the next
+  // broadcast, until the timeout.
   BALLAST_ASSIGN_OR_RETURN(const std::vector<uint64_t> loaded, Share(uint64_t{nccl.ok()}, host));
   BALLAST_RETURN_IF_ERROR(nccl.status());
   for (size_t rank = 0; rank < loaded.size(); ++rank) {
@@ -123,6 +128,7 @@ absl::StatusOr<std::unique_ptr<DeviceCollective>> ConnectNccl(CudaDevice& device
     }
   }
   BALLAST_ASSIGN_OR_RETURN(const ncclUniqueId id, ShareUniqueId(**nccl, host));
+  // NCCL uses the GPU that is current in the calling thread.
   BALLAST_RETURN_IF_ERROR(device.MakeCurrent());
   absl::StatusOr<std::unique_ptr<NcclCommunicator>> communicator =
       NcclCommunicator::Connect(**nccl, id, host.rank(), host.world_size(), timeout);

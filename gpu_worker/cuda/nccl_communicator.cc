@@ -23,6 +23,8 @@ absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Connect(
     const Nccl& nccl, const ncclUniqueId& id, int rank, int world_size, absl::Duration timeout) {
   std::unique_ptr<NcclCommunicator> communicator(new NcclCommunicator(nccl, timeout));
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  // Calls return ncclInProgress instead of waiting for other ranks. So the lock is never held for
+  // long, and a wait can end by a timeout or an abort.
   config.blocking = 0;
   {
     MutexLock lock(communicator->mutex_);
@@ -45,6 +47,7 @@ NcclCommunicator::~NcclCommunicator() {
     return;
   }
   MutexLock lock(mutex_);
+  // After CommFinalize this frees what is left on this rank, and does not wait (nccl.h).
   (void)nccl_.CommDestroy(communicator_);
 }
 
@@ -68,6 +71,7 @@ absl::Status NcclCommunicator::AsyncError() {
       result != ncclSuccess) {
     return ToStatus(result);
   }
+  // ncclInProgress is no error: a call of another thread goes on.
   return state == ncclSuccess || state == ncclInProgress ? absl::OkStatus() : ToStatus(state);
 }
 
@@ -86,6 +90,7 @@ absl::Status NcclCommunicator::ToStatus(ncclResult_t result) const {
 
 absl::Status NcclCommunicator::AwaitProgress() {
   const auto begun = std::chrono::steady_clock::now();
+  // The lock is held for each question only, so that Abort comes in between.
   while (true) {
     {
       MutexLock lock(mutex_);

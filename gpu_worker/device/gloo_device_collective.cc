@@ -31,10 +31,12 @@ class GlooDeviceCollective final : public DeviceCollective {
     const size_t shard_bytes = shard_elements * sizeof(float);
     return Named("reduce-scatter", purpose, [&]() -> absl::Status {
       BALLAST_RETURN_IF_ERROR(Reserve((world_size() + 1) * shard_bytes));
+      // The host's reduce-scatter takes no shard within its input, so the sum has its own place.
       const absl::Span<std::byte> sum = staging_->bytes().subspan(0, shard_bytes);
       const absl::Span<std::byte> all =
           staging_->bytes().subspan(shard_bytes, world_size() * shard_bytes);
       BALLAST_RETURN_IF_ERROR(stream.CopyToHost(all, input));
+      // The host's collective reads the bytes at once, so they must be there.
       BALLAST_RETURN_IF_ERROR(stream.Synchronize());
       BALLAST_RETURN_IF_ERROR(host_.ReduceScatterSum(As<float>(all), As<float>(sum)));
       BALLAST_RETURN_IF_ERROR(stream.CopyToDevice(shard, sum));
@@ -48,6 +50,7 @@ class GlooDeviceCollective final : public DeviceCollective {
       BALLAST_RETURN_IF_ERROR(Reserve(world_size() * shard_bytes));
       const absl::Span<std::byte> gathered =
           staging_->bytes().subspan(0, world_size() * shard_bytes);
+      // The shard is in its place among all, so the host's collective does not copy it.
       const absl::Span<std::byte> mine = gathered.subspan(rank() * shard_bytes, shard_bytes);
       BALLAST_RETURN_IF_ERROR(stream.CopyToHost(mine, shard));
       BALLAST_RETURN_IF_ERROR(stream.Synchronize());
@@ -79,8 +82,10 @@ class GlooDeviceCollective final : public DeviceCollective {
     if (returned_ == nullptr) {
       BALLAST_ASSIGN_OR_RETURN(returned_, device_.CreateEvent());
     }
+    // The device may still be reading the result of the last call.
     BALLAST_RETURN_IF_ERROR(returned_->Synchronize());
     if (staging_ != nullptr && staging_->bytes().size() >= size_bytes) return absl::OkStatus();
+    // Before the new memory is made, so that the host never needs room for both.
     staging_.reset();
     BALLAST_ASSIGN_OR_RETURN(staging_, device_.AllocateHost(size_bytes, "collectives"));
     return absl::OkStatus();

@@ -51,6 +51,8 @@ class SingleDeviceCollective final : public DeviceCollective {
   absl::Status Give(DeviceStream& stream, absl::string_view operation, void* to, const void* from,
                     size_t size_bytes, const Purpose& purpose) {
     if (to != from) BALLAST_RETURN_IF_ERROR(stream.CopyOnDevice(to, from, size_bytes));
+    // One event for each stream, because Finish waits for all of them. It is recorded also if
+    // nothing was copied: the call is done only when the stream has come so far.
     Last& last = last_[&stream];
     if (last.done == nullptr) {
       BALLAST_ASSIGN_OR_RETURN(last.done, device_.CreateEvent());

@@ -9,6 +9,7 @@ namespace ballast::worker {
 
 absl::Status StreamSeconds::Begin(DeviceStream& stream) {
   Check(!begun_, "a pair of points ends before the next begins");
+  // Pairs below `used_` are still to be read by Take; those from it on are free.
   if (used_ == pairs_.size()) {
     Pair pair;
     BALLAST_ASSIGN_OR_RETURN(pair.begin, device_.CreateEvent());
@@ -29,6 +30,7 @@ absl::Status StreamSeconds::Around(DeviceStream& stream, absl::FunctionRef<absl:
   absl::Status status = Begin(stream);
   if (status.ok()) status = give();
   if (status.ok()) status = End(stream);
+  // A pair that has no end would make the next Begin abort.
   if (!status.ok()) Clear();
   return status;
 }

@@ -48,6 +48,8 @@ absl::Status Watchdog::Wait() {
     MutexLock lock(mutex_);
     if (!status_.ok()) return status_;
     if (operations_.empty()) return absl::OkStatus();
+    // Not by Synchronize of the event: that has no timeout, and does not see what the library
+    // reports.
     changed_.WaitUntil(mutex_, In(kWaitInterval));
   }
 }
@@ -77,11 +79,14 @@ absl::Status Watchdog::Look() {
       looking_ = true;
       first = &operations_.front();
     }
+    // Without the lock: driver and library may take their time, and Watch must not wait for them.
+    // What others add at the end of a deque does not move its front.
     Finding finding = Examine(*first);
     const absl::Time now = options_.now();
     {
       MutexLock lock(mutex_);
       looking_ = false;
+      // Another thread may have had an error meanwhile.
       if (finding.error.ok() && !finding.done) return status_;
       if (finding.error.ok()) {
         free_events_.push_back(std::move(operations_.front().done));
@@ -103,6 +108,8 @@ std::string Watchdog::NameOf(absl::string_view operation, const Purpose& purpose
 }
 
 Watchdog::Finding Watchdog::Examine(const Operation& operation) const {
+  // The library is asked first: it says why an operation will never be done, and the deadline only
+  // that it is late.
   if (options_.library_error) {
     if (absl::Status error = options_.library_error(); !error.ok()) {
       return {.error = Annotate(error, operation.name)};
@@ -125,6 +132,7 @@ absl::Status Watchdog::End(const absl::Status& error) {
     status_ = error;
     changed_.NotifyAll();
   }
+  // Without the lock: other threads get the error while the library is still busy with this.
   if (options_.abort) options_.abort();
   return error;
 }

@@ -27,6 +27,8 @@ class Plan {
   template <typename T>
   void Bytes(T*& tensor, int64_t bytes) {
     bytes_ += bytes;
+    // The pointer is written only when its memory is there. Until then the plan refers to it, so
+    // what it is part of must stay where it is.
     wanted_.push_back({bytes, [&tensor](const DeviceMemory& memory) { tensor = memory.as<T>(); }});
   }
   int64_t bytes() const { return bytes_; }
@@ -66,6 +68,7 @@ absl::StatusOr<Activations> AllocateActivations(Device& device, const GptConfig&
   const int64_t width = config.width;
   Activations activations;
   Plan plan(int64_t{sequences} * config.context);
+  // The blocks are made before the first tensor is planned: the plan refers to pointers in them.
   activations.blocks.resize(config.layers);
   for (BlockActivations& block : activations.blocks) {
     PlanNorm(block.norm_1, width, plan);
@@ -82,10 +85,13 @@ absl::StatusOr<Activations> AllocateActivations(Device& device, const GptConfig&
   plan.Tensor(activations.branch, width);
   plan.Tensor(activations.d_stream, width);
   plan.Tensor(activations.d_wide, 4 * width);
+  // All kernels share one scratch: those that use it are on one stream, and so never run at once.
   plan.Bytes(activations.scratch,
              static_cast<int64_t>(ScratchBytes(config, sequences, config.context)));
 
   auto memory = plan.Allocate(device);
+  // Allocate has given back what it had. The error names the size of all tensors, since the one
+  // that did not fit says little.
   if (absl::IsResourceExhausted(memory.status())) {
     return Annotate(
         memory.status(),
@@ -103,9 +109,11 @@ absl::StatusOr<Activations> AllocateActivations(Device& device, const GptConfig&
 
 size_t ScratchBytes(const GptConfig& config, int sequences, int context) {
   const int64_t rows = int64_t{sequences} * context;
+  // The result is the most that any kernel of a pass asks for.
   size_t bytes = cuda::AttentionScratchBytes(
       {.sequences = sequences, .context = context, .width = config.width, .heads = config.heads});
   bytes = std::max(bytes, cuda::LayerNormScratchBytes({.rows = rows, .width = config.width}));
+  // These are the widths of the biases: of both output layers, of qkv, of hidden.
   for (const int columns : {config.width, 3 * config.width, 4 * config.width}) {
     bytes = std::max(bytes, cuda::ColumnSumScratchBytes(rows, columns));
   }

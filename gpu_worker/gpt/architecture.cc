@@ -18,6 +18,9 @@ struct NamedConfig {
 };
 
 constexpr int kGpt2Context = 1024;
+// The numbers are layers, heads, width, context and vocabulary. After the demo come the four sizes
+// that OpenAI published. A head has 64 features in all of them, which is one of the widths that the
+// attention kernels have.
 constexpr NamedConfig kNamedConfigs[] = {
     {"bytes", GptConfig{}},
     {"gpt2-124M", {12, 12, 768, kGpt2Context, kGpt2Vocabulary}},
@@ -27,11 +30,14 @@ constexpr NamedConfig kNamedConfigs[] = {
 };
 
 constexpr float kInitialDeviation = 0.02f;          // Matrices and token embeddings, as GPT-2.
+// OpenAI's code of GPT-2 has this value (src/model.py).
 constexpr float kInitialPositionDeviation = 0.01f;  // Position embeddings.
 
 // The square root by Newton's method in double: no math library enters the first weights.
 float InverseSquareRoot(int value) {
   double root = value;
+  // That is far more rounds than needed: from the value itself the root is halved until it is near,
+  // at most 8 times for the largest number of layers, and then its digits double.
   for (int i = 0; i < 64; ++i) root = 0.5 * (root + value / root);
   return static_cast<float>(1 / root);
 }
@@ -76,6 +82,9 @@ absl::StatusOr<GptConfig> FindGptConfig(absl::string_view name) {
 }
 
 absl::Status Validate(const GptConfig& config) {
+  // With these limits 4 * width * width and heads * context are at most 2^30, so code that
+  // multiplies such sizes as ints cannot overflow. Sizes times tokens are checked where the tokens
+  // are known.
   constexpr int kLargest = 1 << 14;
   constexpr int kLargestVocabulary = 1 << 18;
   struct Limit {
@@ -142,6 +151,8 @@ std::vector<int> GptBackwardOrder(const GptConfig& config) {
     order.push_back(weight);
     order.push_back(weight + 1);
   }
+  // The token embedding is last although the head, which is the same parameter, comes first in
+  // backward: its gradient is complete when both have added their parts.
   order.push_back(kPositionEmbedding);
   order.push_back(kTokenEmbedding);
   return order;
@@ -160,6 +171,8 @@ void GptInitialValues(const GptConfig& config, uint64_t seed, int parameter, int
     case FirstValues::kRandom: {
       constexpr int64_t kTogether = 1 << 13;
       const auto size = static_cast<int64_t>(values.size());
+      // Each value is a function of its place in the parameter. So it does not matter how chunks,
+      // ranks or threads cut the parameter.
       ParallelFor(DivideUp(size, kTogether), [&](int64_t task) {
         const int64_t end = std::min(size, (task + 1) * kTogether);
         for (int64_t i = task * kTogether; i < end; ++i) {

@@ -125,6 +125,8 @@ absl::Status DeviceGptImpl::CheckBatch(const Batch& batch) const {
   const size_t rows = static_cast<size_t>(batch.sequences) * batch.context;
   Check(batch.inputs.size() == rows && batch.targets.size() == rows, "a batch has its tokens");
   for (const std::vector<int32_t>* tokens : {&batch.inputs, &batch.targets}) {
+    // The host checks them, because the kernels look tokens up without a check: a wrong one would
+    // read, or add a gradient to, memory beyond the embedding.
     const auto [least, most] = std::minmax_element(tokens->begin(), tokens->end());
     if (*least < 0 || *most >= config_.vocabulary) {
       return absl::InvalidArgumentError(
@@ -151,13 +153,17 @@ Pass DeviceGptImpl::PassOf(const Begun& begun, const DevicePassEvents& events) c
 // ---------------------------------------------------------------- forward
 
 absl::Status DeviceGptImpl::Prepare(const Batch& batch) {
+  // A world of more ranks than sequences has ranks without any.
   if (batch.sequences == 0) return absl::OkStatus();
+  // A batch that is prepared was checked then.
   if (!upload_->IsPrepared(batch)) BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
   return upload_->Prepare(batch);
 }
 
 absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& events) {
   Check(!parameters_.empty(), "a model is placed before it is used");
+  // It is set again only at the end: after a Forward that failed there is nothing for Backward to
+  // go on from.
   begun_.reset();
   if (batch.sequences == 0) {
     begun_ = Begun{};
@@ -166,11 +172,15 @@ absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& 
   BALLAST_RETURN_IF_ERROR(Prepare(batch));
   Check(ScratchBytes(config_, batch.sequences, batch.context) <= scratch_bytes_,
         "a smaller pass needs no more scratch");
+  // The copy is on the stream of the passes, so the tokens of the pass before stay until that is
+  // done.
   BALLAST_ASSIGN_OR_RETURN(const TokensOnDevice tokens, upload_->Upload(parts_.compute, batch));
   const Begun begun{.shape = {batch.sequences, batch.context, config_.width}, .tokens = tokens};
   const Pass pass = PassOf(begun, events);
   const Activations& a = activations_;
   const LayerPass& layers = pass.layers;
+  // An event comes just before the work that needs it: the stream may begin with the first layers
+  // while the weights of later ones are still on their way.
   BALLAST_RETURN_IF_ERROR(Call(events.before_weights, kTokenEmbedding));
   BALLAST_RETURN_IF_ERROR(Call(events.before_weights, kPositionEmbedding));
   BALLAST_RETURN_IF_ERROR(cuda::EmbeddingForward(
@@ -181,6 +191,8 @@ absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& 
   }
   BALLAST_RETURN_IF_ERROR(NormForward(layers, LastNormWeight(config_), config_.width,
                                       {a.blocks.back().norm_2.in, a.branch}, a.last_norm));
+  // The head is left to Backward: its result depends on the loss scale, which is not known yet
+  // where a forward pass begins before the step before it is over.
   begun_ = begun;
   return absl::OkStatus();
 }
@@ -214,6 +226,7 @@ absl::Status DeviceGptImpl::ForwardBlock(const Pass& pass, int layer) const {
 absl::Status DeviceGptImpl::ForwardHead(const Pass& pass, double* loss_sum) const {
   const Activations& a = activations_;
   const LayerPass& layers = pass.layers;
+  // There is no event: the weight was announced for the embedding, at the beginning of the pass.
   BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
                                       .n = config_.vocabulary,
                                       .k = config_.width,
@@ -235,6 +248,7 @@ absl::Status DeviceGptImpl::Backward(const BackwardOptions& options, double* los
   Check(begun_.has_value(), "a backward pass follows its forward pass");
   const Begun begun = *std::exchange(begun_, std::nullopt);
   if (begun.shape.sequences == 0) {
+    // This rank adds nothing. But where nothing was there before, the sum has to begin with zero.
     if (!options.add_loss) {
       BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(loss_sum, sizeof(*loss_sum)));
     }
@@ -256,6 +270,8 @@ absl::Status DeviceGptImpl::BackwardHead(const Pass& pass) const {
   const Activations& a = activations_;
   const LayerPass& layers = pass.layers;
   BALLAST_RETURN_IF_ERROR(Call(layers.events.before_gradient, kTokenEmbedding));
+  // This is the head's part of the token embedding's gradient. gradient_ready follows in
+  // BackwardEmbedding.
   BALLAST_RETURN_IF_ERROR(layers.Run({.m = config_.vocabulary,
                                       .n = config_.width,
                                       .k = layers.rows,
@@ -273,6 +289,7 @@ absl::Status DeviceGptImpl::BackwardHead(const Pass& pass) const {
                                       .b = layers.weight(kTokenEmbedding),
                                       .out = a.branch},
                                      kTokenEmbedding));
+  // d_stream is assigned and not added to: nothing is in it yet that belongs to this pass.
   return NormBackward(layers, LastNormWeight(config_), config_.width, a.branch, a.last_norm,
                       a.d_stream, /*assign=*/true);
 }
@@ -284,6 +301,9 @@ absl::Status DeviceGptImpl::BackwardBlock(const Pass& pass, int layer) const {
   BFloat16Bits* const d_stream = activations_.d_stream;
   BFloat16Bits* const d_wide = activations_.d_wide;
 
+  // Each layer first gives the gradient of its parameters, which then travels while the rest goes
+  // on. d_stream is the gradient of the residual stream, and so of what the branch added to it; the
+  // branch's norm adds to it what came through the branch.
   BALLAST_RETURN_IF_ERROR(LinearGradients(layers, MlpOut(layer), d_stream, block.activated));
   BALLAST_RETURN_IF_ERROR(
       LinearInputGradient(layers, MlpOut(layer), d_stream, d_wide, block.hidden));
@@ -292,6 +312,8 @@ absl::Status DeviceGptImpl::BackwardBlock(const Pass& pass, int layer) const {
   BALLAST_RETURN_IF_ERROR(NormBackward(layers, BlockParameter(layer, kNorm2Weight), config_.width,
                                        branch, block.norm_2, d_stream, /*assign=*/false));
 
+  // The same follows through attention. d_wide and branch are used again: the stream is past the
+  // work that read them.
   BALLAST_RETURN_IF_ERROR(LinearGradients(layers, AttentionOut(layer), d_stream, block.attended));
   BALLAST_RETURN_IF_ERROR(LinearInputGradient(layers, AttentionOut(layer), d_stream, branch));
   BALLAST_RETURN_IF_ERROR(cuda::AttentionBackward(pass.compute(), pass.attention, block.qkv,
@@ -306,11 +328,13 @@ absl::Status DeviceGptImpl::BackwardBlock(const Pass& pass, int layer) const {
 absl::Status DeviceGptImpl::BackwardEmbedding(const Pass& pass) const {
   const LayerPass& layers = pass.layers;
   float* const positions = layers.gradient(kPositionEmbedding);
+  // The token embedding's was called by BackwardHead, before the first work that writes there.
   BALLAST_RETURN_IF_ERROR(Call(layers.events.before_gradient, kPositionEmbedding));
   BALLAST_RETURN_IF_ERROR(cuda::EmbeddingBackward(
       pass.compute(), pass.embedding, pass.tokens.rows_of_inputs, activations_.d_stream,
       layers.gradient(kTokenEmbedding), positions, layers.add_gradients));
   // Positions past the batch's context have no gradient.
+  // The kernel writes the first `context` rows only.
   const int64_t written = int64_t{pass.embedding.context} * config_.width;
   const int64_t rest = parameters_[kPositionEmbedding].elements - written;
   if (rest > 0 && !layers.add_gradients) {
@@ -323,6 +347,7 @@ absl::Status DeviceGptImpl::BackwardEmbedding(const Pass& pass) const {
 // A rank without a sample still takes part in every reduction, with zeros.
 absl::Status DeviceGptImpl::BackwardNothing(bool add_gradients,
                                             const DevicePassEvents& events) const {
+  // This is the order of a pass that has tokens, in which the ranks reduce the buckets.
   for (const int parameter : backward_order_) {
     const ParameterOnDevice& place = parameters_[parameter];
     BALLAST_RETURN_IF_ERROR(Call(events.before_gradient, parameter));
@@ -362,6 +387,7 @@ absl::StatusOr<std::unique_ptr<DeviceGpt>> DeviceGpt::Create(const GptConfig& co
                                                    .context = config.context,
                                                    .width = config.width,
                                                    .heads = config.heads}));
+  // Rows of tokens are int32 on the device (cuda::TokenRows).
   const int64_t rows = int64_t{sequences} * config.context;
   if (rows > std::numeric_limits<int32_t>::max()) {
     return absl::InvalidArgumentError(
@@ -369,6 +395,7 @@ absl::StatusOr<std::unique_ptr<DeviceGpt>> DeviceGpt::Create(const GptConfig& co
                      " tokens are more tokens than 32 bits count; choose a smaller --batch or "
                      "--context"));
   }
+  // Memory is taken now and not with the first pass: what is too large is refused before training.
   BALLAST_ASSIGN_OR_RETURN(Activations activations,
                            AllocateActivations(parts.device, config, sequences));
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<TokenUpload> upload,

@@ -22,6 +22,7 @@ absl::Status LayerPass::Run(const Matmul& product, int parameter) const {
 absl::Status LinearForward(const LayerPass& pass, const Linear& linear, const BFloat16Bits* in,
                            BFloat16Bits* out, BFloat16Bits* before_gelu) {
   BALLAST_RETURN_IF_ERROR(CallForBoth(pass.events.before_weights, linear.weight));
+  // With gelu the sum before it is kept (`aux`): there backward takes the derivative of gelu.
   return pass.Run(
       {.m = pass.rows,
        .n = linear.out,
@@ -52,6 +53,8 @@ absl::Status LinearGradients(const LayerPass& pass, const Linear& linear, const 
                                     .accumulate = pass.add_gradients},
                                    linear.weight));
   BALLAST_RETURN_IF_ERROR(Call(pass.events.gradient_ready, linear.weight));
+  // This does not come before the product above, because the stream would wait for the bias's
+  // bucket as well. That is another one, since biases are in another group.
   BALLAST_RETURN_IF_ERROR(Call(pass.events.before_gradient, bias));
   BALLAST_RETURN_IF_ERROR(cuda::ColumnSum(pass.compute, pass.rows, static_cast<int>(linear.out),
                                           d_out, pass.gradient(bias), pass.add_gradients,
@@ -76,6 +79,8 @@ absl::Status LinearInputGradient(const LayerPass& pass, const Linear& linear,
 
 absl::Status NormForward(const LayerPass& pass, int weight, int width, const BeforeNorm& before,
                          const NormActivations& norm) {
+  // The sum is made by the norm, which reads all of it anyway, and not by a kernel of its own.
+  // Backward needs it, so it is kept in norm.in.
   const bool adds = before.branch != nullptr;
   BALLAST_RETURN_IF_ERROR(CallForBoth(pass.events.before_weights, weight));
   return cuda::LayerNormForward(pass.compute, {.rows = pass.rows, .width = width},
@@ -92,6 +97,7 @@ absl::Status NormForward(const LayerPass& pass, int weight, int width, const Bef
 absl::Status NormBackward(const LayerPass& pass, int weight, int width, const BFloat16Bits* d_out,
                           const NormActivations& norm, BFloat16Bits* d_stream, bool assign) {
   BALLAST_RETURN_IF_ERROR(CallForBoth(pass.events.before_gradient, weight));
+  // One kernel call writes all three gradients, so here weight and bias are ready together.
   BALLAST_RETURN_IF_ERROR(cuda::LayerNormBackward(pass.compute, {.rows = pass.rows, .width = width},
                                                   {.d_out = d_out,
                                                    .x = norm.in,

@@ -21,11 +21,16 @@ class MatmulWithGelu final : public DeviceMatmul {
                       matmul.epilogue == MatmulEpilogue::kGeluBackward;
     if (!gelu) return matmul_->Run(stream, matmul);
     const Shape shape(matmul.m, matmul.n, matmul.k, matmul.epilogue);
+    // Refusals are kept by shape, since it is the shape that a library has no algorithm for.
     if (refused_.contains(shape)) return RunInTwo(stream, matmul);
     const absl::Status status = matmul_->Run(stream, matmul);
     if (!absl::IsInvalidArgument(status)) return status;
     const absl::Status in_two = RunInTwo(stream, matmul);
+    // The library refuses it without gelu as well. The first error describes the product that was
+    // asked for.
     if (absl::IsInvalidArgument(in_two)) return status;
+    // The shape is noted only once this has worked: after a lack of memory the library is asked
+    // anew.
     if (in_two.ok()) refused_.insert(shape);
     return in_two;
   }
@@ -41,6 +46,7 @@ class MatmulWithGelu final : public DeviceMatmul {
     plain.bias = nullptr;
     plain.aux = nullptr;
     plain.out = product;
+    // As bf16 the product would be rounded once more than in one go, and its bits would differ.
     plain.out_is_fp32 = true;
     BALLAST_RETURN_IF_ERROR(matmul_->Run(stream, plain));
     auto* const out = static_cast<BFloat16Bits*>(matmul.out);
@@ -57,6 +63,7 @@ class MatmulWithGelu final : public DeviceMatmul {
     const size_t bytes = elements * sizeof(float);
     if (product == nullptr || product->size_bytes() < bytes) {
       if (product != nullptr) BALLAST_RETURN_IF_ERROR(stream.Synchronize());
+      // It is freed before the larger one is allocated: both need not fit the device at once.
       product.reset();
       BALLAST_ASSIGN_OR_RETURN(product, device_.Allocate(bytes, "a product before gelu"));
     }

@@ -40,14 +40,18 @@ bool TokenUpload::IsPrepared(const Batch& batch) const {
 
 absl::Status TokenUpload::Prepare(const Batch& batch) {
   if (IsPrepared(batch)) return absl::OkStatus();
+  // This comes before the memory is written: after an error nothing may pass for prepared that is
+  // half there.
   prepared_.reset();
   Half& half = halves_[next_];
+  // The device may still copy out of this half, of the upload before the last.
   BALLAST_RETURN_IF_ERROR(half.copied->Synchronize());
 
   const absl::Span<std::byte> bytes = half.memory->bytes();
   auto* const host = reinterpret_cast<int32_t*>(bytes.data());
   auto* const device = on_device_->as<int32_t>();
   int64_t used = 0;
+  // An array has the same offset in the half and on the device, so one copy brings all of them.
   const auto add = [&](absl::Span<const int32_t> values) -> const int32_t* {
     const int64_t begin = used;
     used += Aligned(static_cast<int64_t>(values.size()));
@@ -64,6 +68,8 @@ absl::Status TokenUpload::Prepare(const Batch& batch) {
                                      .begins = add(rows.begins),
                                      .rows = add(rows.rows),
                                  }};
+  // The spans are of the copy in this half, not of `batch`, which may be gone when IsPrepared
+  // compares another with it.
   prepared_ = Prepared{.tokens = tokens,
                        .inputs = {host, batch.inputs.size()},
                        .targets = {host + (tokens.targets - device), batch.targets.size()},
@@ -75,6 +81,7 @@ absl::StatusOr<TokensOnDevice> TokenUpload::Upload(DeviceStream& stream, const B
   BALLAST_RETURN_IF_ERROR(Prepare(batch));
   const Prepared prepared = *std::exchange(prepared_, std::nullopt);
   Half& half = halves_[next_];
+  // The other half may be filled at once, while this one is copied.
   next_ = 1 - next_;
   // The stream still reads the last tokens; work given to it now runs after that.
   BALLAST_RETURN_IF_ERROR(stream.CopyToDevice(

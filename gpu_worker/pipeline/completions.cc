@@ -17,6 +17,8 @@ Completions::~Completions() {
   thread_.join();
 }
 
+// Run puts an event into `events_` only after its wait, so none is recorded again that is still
+// awaited.
 absl::StatusOr<std::unique_ptr<DeviceEvent>> Completions::TakeEvent() {
   {
     MutexLock lock(mutex_);
@@ -31,6 +33,8 @@ absl::StatusOr<std::unique_ptr<DeviceEvent>> Completions::TakeEvent() {
 
 absl::Status Completions::After(DeviceStream& stream, Then then) {
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<DeviceEvent> event, TakeEvent());
+  // Recorded before it is in the queue: the thread may wait for it at once, and an event that this
+  // Record has not reached counts as done.
   BALLAST_RETURN_IF_ERROR(stream.Record(*event));
   Enqueue({.event = std::move(event), .then = std::move(then)});
   return absl::OkStatus();
@@ -55,9 +59,13 @@ void Completions::Run() {
     {
       MutexLock lock(mutex_);
       while (queue_.empty() && !stopping_) changed_.Wait(mutex_);
+      // Calls that are queued are made also when the thread stops: they release memory that others
+      // wait for.
       if (queue_.empty()) return;
       owed = std::move(queue_.front());
       queue_.pop_front();
+      // Set under the lock that takes the call: WaitIdle must not find an empty queue before the
+      // call is made.
       busy_ = true;
     }
     // Without the lock, because `then` may ask for further calls.

@@ -19,6 +19,8 @@
 namespace ballast::worker {
 namespace {
 
+// All its work is on one stream, so each call's work begins after that of the calls before it.
+// Payloads are complete when they are pushed.
 class DeviceArithmetic final : public LocalArithmetic {
  public:
   DeviceArithmetic(Device& device, const Layout& layout, absl::Span<const GroupSpec> groups,
@@ -108,10 +110,13 @@ absl::Status DeviceArithmetic::Init(int rank) {
   BALLAST_ASSIGN_OR_RETURN(stream_, device_.CreateStream("optimizer"));
   BALLAST_ASSIGN_OR_RETURN(done_, device_.CreateEvent());
   releases_ = std::make_unique<Completions>(device_);
+  // A small model has fewer blocks than ranks; some ranks then own nothing.
   if (elements == 0) return absl::OkStatus();
   if (sums_) {
     BALLAST_ASSIGN_OR_RETURN(
         sum_, device_.Allocate(elements * sizeof(float), "the optimizer's sums of gradients"));
+    // A chunk's gradient has this place in all steps. ForgetGradients forgets places only without
+    // sums.
     for (const int index : layout_.chunks_of_rank(rank)) {
       gradients_[index] = reinterpret_cast<std::byte*>(sum_->as<float>() + begin(index));
     }
@@ -130,6 +135,8 @@ absl::Status DeviceArithmetic::Init(int rank) {
 DeviceArithmetic::~DeviceArithmetic() {
   // Work in progress ends before its memory does; a lost device has none.
   if (stream_ != nullptr) stream_->Synchronize().IgnoreError();
+  // No kernel reads the payloads now. The calls that `releases_` still owes are made by its
+  // destructor, which is the first of the members' to run.
   ForgetGradients();
 }
 
@@ -141,6 +148,7 @@ absl::Status DeviceArithmetic::SetFirstWeights(int index, absl::Span<const float
   for (const auto& moment : {exp_avg_.get(), exp_avg_sq_.get()}) {
     BALLAST_RETURN_IF_ERROR(stream_->Zero(moment->as<float>() + begin(index), size_bytes));
   }
+  // The function is named after gradients, but it rounds any fp32 values.
   BALLAST_RETURN_IF_ERROR(cuda::RoundGradient(*stream_, values.size(), master,
                                               group(index).return_dtype, weights_(index).data()));
   return Synchronize();  // `values` are the caller's again.
@@ -169,12 +177,16 @@ absl::Status DeviceArithmetic::AddGradients(std::vector<Addition> additions) {
     }
     status = AddRun(absl::MakeConstSpan(additions).subspan(first, end - first));
   }
+  // Not before the device has read the payloads: their owner may write there as soon as they are
+  // released.
   const auto release = [given = std::move(additions)](const absl::Status&) {
     for (const Addition& addition : given) {
       if (addition.released != nullptr) addition.released();
     }
   };
   if (status.ok()) status = releases_->After(*stream_, release);
+  // Nothing else will call it: `releases_` did not take it. Each payload is released, also after an
+  // error.
   if (!status.ok()) release(status);
   return status;
 }
@@ -209,6 +221,8 @@ absl::Status DeviceArithmetic::BlockSums(absl::Span<const BlocksInChunks> runs,
     BALLAST_ASSIGN_OR_RETURN(host_runs_,
                              device_.AllocateHost(bytes, "the optimizer's table of blocks"));
   }
+  // No copy reads the host's table now: there was a Finish since the last BlockSums, and that waits
+  // for all work.
   const absl::Span<std::byte> host = host_runs_->bytes().subspan(0, bytes);
   auto* table = reinterpret_cast<cuda::BlockRun*>(host.data());
   int64_t blocks = 0;
@@ -230,6 +244,7 @@ absl::Status DeviceArithmetic::BlockSums(absl::Span<const BlocksInChunks> runs,
 absl::Status DeviceArithmetic::ReadGradient(int index, int64_t from, absl::Span<float> values) {
   if (values.empty()) return absl::OkStatus();
   const DType dtype = gradient_dtype(index);
+  // The elements come in the gradient's own format; Finish converts them when they are there.
   WantedValues& wanted = wanted_values_.emplace_back(
       WantedValues{.to = values,
                    .dtype = dtype,
@@ -251,6 +266,7 @@ absl::Status DeviceArithmetic::Update(int index, int64_t from, int64_t elements,
   CheckRun(index, from, elements);
   const int64_t at = begin(index) + from;
   const DType return_dtype = group(index).return_dtype;
+  // In place. There is no largest second moment: LocalOptimizer refuses amsgrad.
   return cuda::UpdateAdam(*stream_,
                           {.elements = elements,
                            .gradient = gradient(index, from),
@@ -268,6 +284,8 @@ absl::Status DeviceArithmetic::Update(int index, int64_t from, int64_t elements,
                            .scalars = scalars});
 }
 
+// The update goes to scratch memory, and no weights are written: an overflow must be found before
+// the state is changed, because an update in place cannot be undone.
 absl::Status DeviceArithmetic::TryUpdate(int index, int64_t from, int64_t elements,
                                          const AdamScalars* scalars, State& state) {
   const int64_t at = begin(index) + from;
@@ -277,6 +295,8 @@ absl::Status DeviceArithmetic::TryUpdate(int index, int64_t from, int64_t elemen
     constexpr size_t kPlanes = std::size(planes);
     const size_t bytes = kPlanes * static_cast<size_t>(elements) * sizeof(float);
     if (tried_ == nullptr || tried_->size_bytes() < bytes) {
+      // The old memory is freed first, so that the device never needs room for both. No work uses
+      // it: every TryUpdate waits for its own.
       tried_ = nullptr;
       BALLAST_ASSIGN_OR_RETURN(tried_, device_.Allocate(bytes, "a trial of an update"));
     }
@@ -308,6 +328,8 @@ absl::Status DeviceArithmetic::TryUpdate(int index, int64_t from, int64_t elemen
 }
 
 absl::Status DeviceArithmetic::Finish() {
+  // The sums of all blocks come in one copy, through pinned memory, because the caller's memory is
+  // not pinned.
   const absl::Span<double> wanted = std::exchange(wanted_sums_, {});
   absl::Span<std::byte> host;
   if (!wanted.empty()) {

@@ -163,6 +163,8 @@ absl::Status DeviceBackend::BeginPass(const Batch& batch) {
 absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   const bool sums_here = options_.accumulation == Accumulation::kWorker && input.micro_steps > 1;
   const bool adds = sums_here && input.micro_step > 0;
+  // First, so that the thread can reduce the first buckets while this one still gives work. If this
+  // function returns an error, there is no EndPass; the failure stops the thread.
   gradient_path_->BeginPass({.step = input.step,
                              .micro_step = input.micro_step,
                              .micro_steps = input.micro_steps,
@@ -188,8 +190,11 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
     if (reached_[p]) used.parameters.push_back(static_cast<int>(p));
     used.all &= reached_[p];
   }
+  // Without this their buckets would never be ready, and the other ranks would wait in the
+  // reductions.
   BALLAST_RETURN_IF_ERROR(CompleteUnreached(adds));
   BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
+  // After the last micro-step ReadTimes begins it.
   if (input.micro_step + 1 < input.micro_steps) BALLAST_RETURN_IF_ERROR(idle_.Begin(*compute_));
   // The others' collectives fit all the same; only this rank must not seal.
   if (used.parameters.empty() && !used.all) {
@@ -231,6 +236,7 @@ absl::Status DeviceBackend::CompleteUnreached(bool adds) {
     if (reached_[p] || place.offset < 0) continue;
     float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
     BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
+    // If this pass adds, the memory has the zeros or the gradient of the micro-steps before.
     if (!adds) {
       BALLAST_RETURN_IF_ERROR(
           compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
@@ -253,6 +259,8 @@ absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
   Fail(read, absl::StrCat("step ", step_)).IgnoreError();
 
   Stopwatch stopwatch;
+  // These waits are made after an error too: the caller relies on it that the sink is not called
+  // after this returns.
   gradient_path_->WaitReduced();
   const double reducing = stopwatch.Lap();
   NoteReduceWait(reducing);
@@ -280,10 +288,14 @@ absl::Status DeviceBackend::ReadTimes() {
   BALLAST_ASSIGN_OR_RETURN(const double passing, passing_.Take());
   BALLAST_ASSIGN_OR_RETURN(const double for_buckets, buckets_->TakeWaitedSeconds());
   BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, lacking_weights_.Take());
+  // Both waits are within the passes. The times are in single precision, so a difference may be a
+  // little below zero.
   finished_.compute_seconds = std::max(0.0, passing - for_buckets - finished_.weights_seconds);
   NoteReduceWait(for_buckets);
   if (idle_.begun()) idle_.Clear();  // The step has ended before its last pass.
   BALLAST_ASSIGN_OR_RETURN(const double idle, idle_.Take());
+  // This idle time began before the last FinishStep waited for reductions and the sink. That wait
+  // was reported there and must not count twice.
   finished_.idle_seconds = std::max(0.0, idle - std::exchange(waited_after_pass_, 0));
   return idle_.Begin(*compute_);
 }
@@ -342,11 +354,13 @@ void DeviceBackend::ForgetForward() {
 
 absl::Status DeviceBackend::GatherWeights() {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
+  // There was no ExpectWeights: the ranks have just joined, or the optimizer is on the device.
   if (!gathering_) {
     ForgetForward();  // It read other weights.
     GiveGather(/*all_there=*/true);
   }
   gathering_ = false;
+  // Until the gathers are given, not until they are done: the passes wait for them on the device.
   gradient_path_->WaitGiven();
   return errors_.failure();
 }
@@ -354,6 +368,7 @@ absl::Status DeviceBackend::GatherWeights() {
 absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
   Check(to.size() <= spaces_.weights[group]->size_bytes(), "a flat space is read, and not past it");
+  // Counted apart and not reported: this wait is in no pass.
   StreamSeconds waited(parts_.device);
   const auto read = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group, waited));
@@ -368,6 +383,8 @@ absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
 
 absl::Status DeviceBackend::Fail(const absl::Status& status, absl::string_view what) {
   if (status.ok()) return status;
+  // Only the first failure is kept. Later ones mostly follow from it, such as the CANCELLED of
+  // waits that Stop has ended.
   errors_.Fail(Annotate(status, what));
   return errors_.current();
 }
@@ -434,6 +451,8 @@ DeviceBackend::~DeviceBackend() {
     Stop();
     gradient_path_->End();
   }
+  // Their work uses memory of the members, which are destroyed next. End has waited for `copy_out`,
+  // and ~WeightsReturn waits for `copy_in`.
   for (DeviceStream* stream : {compute_.get(), communicate_.get()}) {
     if (stream != nullptr) stream->Synchronize().IgnoreError();
   }

@@ -58,8 +58,12 @@ absl::Status DeviceBuckets::BeforeGradient(DeviceStream& compute, int parameter)
 
 absl::Status DeviceBuckets::StartFilling(DeviceStream& compute, int bucket) {
   started_[bucket] = true;
+  // Only a real wait is timed and given to the stream: a bucket that is free already costs no event
+  // here.
   BALLAST_ASSIGN_OR_RETURN(const bool waits, HasToWait(bucket));
   if (!waits) return AwaitReleased(bucket);
+  // The wait on the host is between the two events too: `compute` soon has nothing to do, and by
+  // the device's clock that is a wait for the reductions.
   return waited_.Around(compute, [&] {
     BALLAST_RETURN_IF_ERROR(AwaitReleased(bucket));
     return compute.Wait(*events_[bucket].released);
@@ -81,6 +85,8 @@ absl::StatusOr<bool> DeviceBuckets::HasToWait(int bucket) const {
     }
     if (!MayFill(bucket)) return true;
   }
+  // Without the lock: only this thread takes a bucket out of these states. An event that was never
+  // recorded, as before the first reduction, counts as done.
   BALLAST_ASSIGN_OR_RETURN(const bool released, events_[bucket].released->Done());
   return !released;
 }
@@ -118,6 +124,8 @@ absl::Status DeviceBuckets::Completed(DeviceStream& compute, int bucket) {
       if (!state.whole()) return absl::OkStatus();
     }
   }
+  // Recorded before `recorded_` is set: else the other thread could make its stream wait for the
+  // Record of the reduction before, and the bucket would be read too early.
   BALLAST_RETURN_IF_ERROR(compute.Record(*events_[bucket].ready));
   MutexLock lock(mutex_);
   recorded_[bucket] = true;
@@ -132,6 +140,7 @@ absl::Status DeviceBuckets::WaitReady(DeviceStream& communicate, int bucket) {
     MutexLock lock(mutex_);
     while (!stopped_ && !recorded_[bucket]) changed_.Wait(mutex_);
     if (stopped_) return Stopped();
+    // One flag is enough, because no micro-step fills the bucket again before Release.
     recorded_[bucket] = false;
   }
   return communicate.Wait(*events_[bucket].ready);
@@ -144,6 +153,8 @@ void DeviceBuckets::StartReducing(int bucket) {
 }
 
 absl::Status DeviceBuckets::Release(DeviceStream& communicate, int bucket) {
+  // Recorded before the move, for the same reason as `ready`: `compute` could else write over what
+  // is still to be read.
   BALLAST_RETURN_IF_ERROR(communicate.Record(*events_[bucket].released));
   MutexLock lock(mutex_);
   states_[bucket].FinishReducing();

@@ -44,8 +44,10 @@ absl::StatusOr<DeviceClock::Times> DeviceClock::Between(const DeviceEvent& begin
     // If the device cannot be read now, the older reading stays; other calls report that the device
     // is lost.
     (void)Renew();
+    // Also after a failure: else each span would try again.
     last_read_ = now_();
   }
+  // After a new reading the zero may be later than the span. Both times are negative then.
   BALLAST_ASSIGN_OR_RETURN(const Duration began, FromTo(*zero_.event, begin));
   BALLAST_ASSIGN_OR_RETURN(const Duration ended, FromTo(*zero_.event, end));
   return Times{.begin = zero_.time + began, .end = zero_.time + ended};

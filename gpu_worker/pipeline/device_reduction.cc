@@ -25,6 +25,7 @@ absl::StatusOr<std::unique_ptr<DeviceReduction>> DeviceReduction::Create(
   BALLAST_ASSIGN_OR_RETURN(self->host_,
                            parts.device.AllocateHost(sizeof(Found), "the search for infinities"));
   BALLAST_ASSIGN_OR_RETURN(self->searched_, parts.device.CreateEvent());
+  // `none` does not change: each search begins with a copy of it.
   new (self->host_->bytes().data()) Found{.none = cuda::kNoneNonFinite};
   return self;
 }
@@ -32,6 +33,7 @@ absl::StatusOr<std::unique_ptr<DeviceReduction>> DeviceReduction::Create(
 absl::StatusOr<const float*> DeviceReduction::Reduce(int index, uint64_t step) {
   const Bucket& bucket = parts_.job.buckets[index];
   float* space = gradients_[bucket.group];
+  // Before the reduction: a sum over ranks does not show which rank has the element.
   if (first_ != nullptr) BALLAST_RETURN_IF_ERROR(FindNonFinite(index, space));
   float* input = space + bucket.begin;
   float* shard = input + parts_.collective.rank() * bucket.shard_elements;
@@ -73,11 +75,15 @@ absl::Status DeviceReduction::FindNonFinite(int index, const float* space) {
   BALLAST_RETURN_IF_ERROR(searched_->Synchronize());
   if (found.position == cuda::kNoneNonFinite) return absl::OkStatus();
 
+  // The last parameter that begins at or before the position. A parameter of no elements begins
+  // where the next one does, and is passed over.
   const auto after =
       std::upper_bound(elements_before_.begin(), elements_before_.end(), found.position);
   const int parameter = static_cast<int>(after - elements_before_.begin()) - 1;
   const int64_t element = static_cast<int64_t>(found.position - elements_before_[parameter]);
   if (!ComesFirst(parameter, element, non_finite_)) return absl::OkStatus();
+  // The search finds positions only; the value is still in its place, because the reduction has not
+  // been given.
   BALLAST_RETURN_IF_ERROR(stream.CopyToHost(
       bytes_of(found.value), space + parts_.job.layout.place(parameter).offset + element));
   BALLAST_RETURN_IF_ERROR(stream.Record(*searched_));

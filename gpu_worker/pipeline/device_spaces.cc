@@ -15,6 +15,8 @@ constexpr int64_t kWeightBytes = sizeof(BFloat16Bits);
 constexpr int64_t kGradientBytes = sizeof(float);
 
 absl::StatusOr<DeviceSpaces> Allocate(Device& device, const TrainingJob& job) {
+  // Allocate returns zeros, and no pass writes the padding after the last parameter. So it is zeros
+  // that ranks reduce and push from there.
   DeviceSpaces spaces;
   for (const int64_t elements : job.group_elements) {
     BALLAST_ASSIGN_OR_RETURN(spaces.weights.emplace_back(),
@@ -46,6 +48,7 @@ absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& j
 
 absl::Status ExplainMemory(const absl::Status& status, const Device& device, const TrainingJob& job,
                            const DeviceNeeds& needs) {
+  // The host's memory may be too small with the same code; only the device's errors have its name.
   if (!absl::IsResourceExhausted(status) || !absl::StrContains(status.message(), device.name())) {
     return status;
   }
@@ -53,6 +56,7 @@ absl::Status ExplainMemory(const absl::Status& status, const Device& device, con
   for (const int64_t of_group : job.group_elements) elements += of_group;
   std::string sizes = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",
                                    Gib(elements * kGradientBytes), " for gradients");
+  // WeightsReturn has a buffer for the shards of this rank.
   if (needs.provisional_weights) {
     absl::StrAppend(&sizes, ", ", Gib(elements * kWeightBytes / needs.world_size),
                     " for provisional weights (none with --update=wait)");

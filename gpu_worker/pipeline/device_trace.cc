@@ -29,6 +29,8 @@ absl::StatusOr<std::shared_ptr<DeviceTrace::Ends>> DeviceTrace::TakeEnds() {
     BALLAST_ASSIGN_OR_RETURN(ends->begin, device_.CreateEvent());
     BALLAST_ASSIGN_OR_RETURN(ends->end, device_.CreateEvent());
   }
+  // A std::function is copied, so the pair is shared. When its last copy is gone, the pair can be
+  // recorded again.
   return std::shared_ptr<Ends>(ends.release(), [this](Ends* used) {
     MutexLock lock(mutex_);
     pool_.emplace_back(used);
@@ -45,6 +47,9 @@ absl::Status DeviceTrace::Around(DeviceStream& stream, Track track, const SpanOf
   BALLAST_RETURN_IF_ERROR(stream.Record(*ends->begin));
   BALLAST_RETURN_IF_ERROR(give());
   BALLAST_RETURN_IF_ERROR(stream.Record(*ends->end));
+  // AfterThose and not After: the span's own end is the event to wait for, and After would record
+  // another. All spans are read in the order in which they were given; a long one delays the
+  // reading of later ones, but no stream.
   completions_->AfterThose([this, track, of, ends](const absl::Status&) {
     // A device that is lost returns no times; other calls report that.
     if (!ends->end->Synchronize().ok()) return;

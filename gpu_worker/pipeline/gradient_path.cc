@@ -48,6 +48,8 @@ void GradientPath::End() {
   thread_.join();
   // With an error the sender releases what it has and pushes nothing.
   parts_.errors.FailStep(absl::CancelledError("the backend has stopped"));
+  // Before the sender is destroyed: its last calls wait for events of these streams, and without
+  // this they could wait for a rank that has gone.
   WaitForStreams();
   sender_.reset();
 }
@@ -89,6 +91,7 @@ void GradientPath::BeginPass(const Pass& pass) {
 
 void GradientPath::EndPass(UsedParameters used) {
   MutexLock lock(mutex_);
+  // Passes end in the order in which they began, and the thread takes one entry for each.
   used_.push_back(std::move(used));
   changed_.NotifyAll();
 }
@@ -99,6 +102,7 @@ void GradientPath::WaitReduced() {
     MutexLock lock(mutex_);
     return newest_;
   }();
+  // All work is given by now, so the event's last Record is that of the newest reduction.
   const std::vector<int>& order = parts_.buckets.order().reduction;
   if (order.empty() || !parts_.errors.failure().ok()) return;
   // With the last bucket in order, all before it are reduced.
@@ -124,6 +128,7 @@ void GradientPath::Run() {
     {
       MutexLock lock(mutex_);
       while (given_.empty() && !stopped_) changed_.Wait(mutex_);
+      // What is still in the queue is dropped: nobody waits for it after Stop.
       if (stopped_) break;
       // It stays in the queue until it is done, because WaitGiven waits for that.
       work = given_.front();
@@ -139,6 +144,8 @@ void GradientPath::Run() {
 }
 
 absl::Status GradientPath::Communicate(const Pass& pass) {
+  // Before the last micro-step of a sum there is nothing to reduce. Its end is reported all the
+  // same, with the parameters that it used.
   if (!pass.sums_here || pass.last()) {
     for (const int bucket : parts_.buckets.order().reduction) {
       BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
@@ -150,6 +157,7 @@ absl::Status GradientPath::Communicate(const Pass& pass) {
   if (!used.has_value()) return absl::OkStatus();
   used->non_finite = parts_.reduction.TakeNonFinite();
   LogNonFinite(parts_.job.layout, options_.rank, pass.step, pass.micro_step, used->non_finite);
+  // In the sender's queue this comes after the micro-step's pushes, as GradientSink requires.
   sender_->EndMicroStep(pass.step, pass.micro_step, *std::move(used));
   return absl::OkStatus();
 }
@@ -190,6 +198,7 @@ absl::Status GradientPath::SendGradient(int bucket, const Pass& pass, const floa
 }
 
 absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffer& wire) {
+  // `released` was recorded after the rounding, so it also says that the wire buffer is filled.
   BALLAST_RETURN_IF_ERROR(parts_.copy_out.Wait(parts_.buckets.released(bucket)));
   const size_t size =
       SizeBytes(parts_.job.spec.groups[parts_.job.buckets[bucket].group].wire_dtype);
@@ -233,12 +242,15 @@ absl::Status GradientPath::GiveRows(
     BALLAST_RETURN_IF_ERROR(end_row());
     return sender_->Push(stream, pass.step, std::exchange(pushes, {}));
   };
+  // If all are free together, the bucket is one push, and so has one event.
   const bool all_free = places_->AwaitFree(shards_[bucket].chunks);
   pushes.reserve(shards_[bucket].chunks.size());
   for (const int chunk : shards_[bucket].chunks) {
     // What a place is waited for may be among what is not pushed yet.
     if (!all_free && !places_->IsFree(chunk)) BALLAST_RETURN_IF_ERROR(push());
     std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
+    // What was given before is pushed all the same: the sender releases it when its copies are
+    // done.
     if (!place.has_value()) break;
     if (!row.empty() && row.end() == place->bytes.begin()) {
       row = {row.data(), row.size() + place->bytes.size()};
@@ -249,6 +261,7 @@ absl::Status GradientPath::GiveRows(
       row_begin = begin;
       row_chunk = chunk;
     }
+    // Chunks tile the shard in order, so this is also the place in the wire buffer.
     begin += parts_.job.layout.chunks()[chunk].elements;
     pushes.push_back({.chunk = chunk,
                       .micro_step_begin = pass.sums_here ? 0 : pass.micro_step,

@@ -19,6 +19,7 @@ absl::Status GradientSender::Push(DeviceStream& stream, uint64_t step,
       errors_.Fail(Annotate(there, absl::StrCat("step ", step, ": chunk ", first.chunk,
                                                 " of micro-step ", first.micro_step_end - 1)));
     }
+    // After a failure HandOver only releases the payloads, because the failure is noted by now.
     HandOver(step, std::move(*shared));
   });
 }
@@ -33,11 +34,14 @@ void GradientSender::HandOver(uint64_t step, std::vector<client::GradientPush> p
                             {.step = step,
                              .micro_step = static_cast<int>(first.micro_step_end) - 1,
                              .chunk = pushes.size() == 1 ? first.chunk : -1});
+  // The sink releases every payload, also if it returns an error.
   const absl::Status pushed = sink_->PushAll(std::move(pushes));
   if (!pushed.ok()) errors_.FailStep(Annotate(pushed, absl::StrCat("step ", step)));
 }
 
 void GradientSender::EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used) {
+  // No event is needed: calls are made in order, so the micro-step's pushes were handed over
+  // before.
   completions_.AfterThose([this, step, micro_step, used = std::move(used)](const absl::Status&) {
     if (!errors_.current().ok()) return;
     const absl::Status ended = sink_->EndMicroStep(micro_step, used);

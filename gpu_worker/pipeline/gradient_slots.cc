@@ -48,6 +48,7 @@ absl::StatusOr<std::unique_ptr<GradientSlots>> GradientSlots::Create(
     largest = std::max(largest, places->size_bytes_[index]);
     all += places->size_bytes_[index];
   }
+  // A rank without chunks never takes a place and needs no memory for any.
   if (all == 0) return places;
   if (!options.on_device) {
     BALLAST_ASSIGN_OR_RETURN(
@@ -56,6 +57,8 @@ absl::StatusOr<std::unique_ptr<GradientSlots>> GradientSlots::Create(
     return places;
   }
   BALLAST_ASSIGN_OR_RETURN(places->on_device_, device.Allocate(all, "gradients for the optimizer"));
+  // In the order of the chunks and without gaps: a kernel of the optimizer goes on from one chunk
+  // into the next (device_arithmetic.h).
   std::byte* next = places->on_device_->data();
   for (const int index : layout.chunks_of_rank(options.rank)) {
     places->own_[index] = {next, places->size_bytes_[index]};
@@ -66,6 +69,8 @@ absl::StatusOr<std::unique_ptr<GradientSlots>> GradientSlots::Create(
 
 absl::Status GradientSlots::Use(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
   if (options_.on_device) return absl::OkStatus();
+  // Before the new pins are made: no page may be pinned twice, and the new memory may have pages of
+  // the old.
   pins_.clear();
   std::vector<absl::Span<std::byte>> spans;
   for (const int index : layout_.chunks_of_rank(options_.rank)) {
@@ -92,6 +97,7 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::TakeSlot(int chunk, uint32_t
   }
   // A std::function is copied, a slot is not; the ring outlives it.
   struct TakenSlot {
+    // Declared first, so destroyed last: the slot returns to a ring that still exists.
     std::shared_ptr<Shared> shared;
     StagingRing::Slot slot;
   };
@@ -116,6 +122,7 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
     shared_->waited_seconds += stopwatch.Lap();
   }
   if (shared_->cancelled) return absl::CancelledError("the backend has stopped");
+  // The place decides and not the clock: it may have become free at the deadline.
   if (shared_->taken[chunk]) {
     return absl::DeadlineExceededError(absl::StrCat(
         "chunk ", chunk, " of micro-step ", micro_step, " waited ",
@@ -123,6 +130,8 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
         " for the optimizer to take what it was sent before; see whether it still runs"));
   }
   shared_->taken[chunk] = true;
+  // A release wakes the thread only if it waits for this chunk: the others of its bucket would wake
+  // it for nothing.
   return Place{.bytes = own_[chunk], .released = [shared = shared_, chunk] {
                  MutexLock lock(shared->mutex);
                  shared->taken[chunk] = false;
@@ -133,8 +142,12 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
 // From the last on: the optimizer releases them in the order in which it was given them.
 bool GradientSlots::AwaitFree(absl::Span<const int> chunks) {
   for (const int chunk : chunks) {
+    // A slot of the ring may be occupied by chunks of this same bucket that are not pushed yet: a
+    // wait for all could not end.
     if (own_[chunk].empty()) return false;
   }
+  // One deadline for all chunks. If it passes, the caller's Take waits once more, and its error
+  // names the chunk.
   const auto deadline =
       std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.timeout);
   Stopwatch stopwatch;
@@ -157,6 +170,7 @@ bool GradientSlots::AwaitFree(absl::Span<const int> chunks) {
 bool GradientSlots::IsFree(int chunk) const {
   if (own_[chunk].empty()) return shared_->ring->HasFree();
   MutexLock lock(shared_->mutex);
+  // If it is free, it stays free: only the thread that asks takes places.
   return !shared_->taken[chunk];
 }
 

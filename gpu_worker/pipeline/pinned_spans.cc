@@ -15,6 +15,7 @@ uintptr_t PageOf(const std::byte* byte) { return reinterpret_cast<uintptr_t>(byt
 // Joins what shares a page or touches, and so everything where the memory is one mapping.
 std::vector<absl::Span<std::byte>> JoinSpans(std::vector<absl::Span<std::byte>> spans) {
   std::sort(spans.begin(), spans.end(), [](const auto& a, const auto& b) {
+    // `<` has no defined result for pointers into different memory; std::less has.
     return std::less<const std::byte*>()(a.data(), b.data());
   });
   std::vector<absl::Span<std::byte>> joined;
@@ -23,6 +24,7 @@ std::vector<absl::Span<std::byte>> JoinSpans(std::vector<absl::Span<std::byte>> 
     if (!joined.empty()) {
       absl::Span<std::byte>& last = joined.back();
       if (PageOf(span.data()) <= PageOf(last.data() + last.size())) {
+        // A gap between the two lies within one page, which is pinned whole anyway.
         last = {last.data(), static_cast<size_t>(span.data() + span.size() - last.data())};
         continue;
       }

@@ -61,6 +61,7 @@ StagingRing::~StagingRing() {
 absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
   const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout_);
   MutexLock lock(mutex_);
+  // A CondVar wakes waiting calls in any order; the numbers keep the order of the calls.
   const uint64_t number = next_number_++;
   queue_.push_back(number);
   bool in_time = true;
@@ -69,6 +70,7 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
   }
   // Also at the deadline: a slot may have become free at that moment.
   const bool mine = !free_.empty() && queue_.front() == number;
+  // A call whose time is over may be anywhere in the queue, behind others that still have time.
   queue_.erase(std::find(queue_.begin(), queue_.end(), number));
   changed_.NotifyAll();  // It is another call's turn.
   if (cancelled_) return absl::CancelledError("the staging buffers are not needed any more");
@@ -85,6 +87,7 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
 
 bool StagingRing::HasFree() const {
   MutexLock lock(mutex_);
+  // A slot that is free belongs to the first call in the queue, which may not have woken up yet.
   return !free_.empty() && queue_.empty();
 }
 
@@ -102,6 +105,7 @@ int StagingRing::waiting() const {
 void StagingRing::Give(size_t index) {
   MutexLock lock(mutex_);
   free_.push_back(index);
+  // All, because only the first call in the queue may take it, and NotifyOne could wake another.
   changed_.NotifyAll();
 }
 

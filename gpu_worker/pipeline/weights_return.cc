@@ -59,6 +59,8 @@ absl::Status WeightsReturn::Init(Device& device) {
   for (const Bucket& bucket : job_.buckets) {
     PerBucket& made = buckets_.emplace_back();
     made.shard = ShardOf(job_.layout, bucket, options_.rank);
+    // The whole shard, also what is past the bucket's end: an all-gather takes one size from every
+    // rank.
     const size_t shard_bytes = bucket.shard_elements * kElementBytes;
     const int64_t begin = bucket.begin + options_.rank * bucket.shard_elements;
     made.mine = {buffer_ == nullptr ? live_[bucket.group].data() + begin * kElementBytes
@@ -109,6 +111,8 @@ absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int ch
     places_[chunk] = place;
     spans.push_back(place);
   }
+  // Not before this: also after an error the old memory is unpinned, because its owner is about to
+  // free it.
   BALLAST_RETURN_IF_ERROR(copied);
   BALLAST_ASSIGN_OR_RETURN(
       pins_, PinSpans(*device_, std::move(spans), "the optimizer's memory for weights"));
@@ -116,12 +120,17 @@ absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int ch
 }
 
 absl::Status WeightsReturn::WaitForCopies() {
+  // If CopyIn returned an error, `copies_` stands for earlier copies, and the stream itself is
+  // awaited.
   const absl::Status copied = marked_ ? copies_->Synchronize() : copy_in_->Synchronize();
   // After an error copies may still be in progress.
   if (!copied.ok()) copy_in_->Synchronize().IgnoreError();
   return copied;
 }
 
+// No copy reads bytes that are being replaced, except of weights that are dropped: the session
+// writes others only after the chunk's final push of the next step (client/session.h), and the pass
+// before that push waits for this copy.
 absl::Status WeightsReturn::CopyIn(int bucket) {
   marked_ = false;
   DeviceStream& stream = *copy_in_;
@@ -137,6 +146,8 @@ absl::Status WeightsReturn::CopyIn(int bucket) {
                                   [&] { return stream.CopyToDevice(to, std::exchange(row, {})); }),
                     absl::StrCat("copying the weights of chunk ", first));
   };
+  // Without the buffer a copy goes to the live weights. These are decided ones, and no pass whose
+  // result counts still reads the old ones: FinishStep has waited for the step's passes.
   for (const int chunk : buckets_[bucket].shard.chunks) {
     const absl::Span<const std::byte> from = places_[chunk];
     if (copied_[chunk] || from.empty()) continue;
@@ -162,11 +173,15 @@ void WeightsReturn::OnProvisional(int chunk) {
   if (buffer_ == nullptr || places_[chunk].empty()) return;  // Copied when they are final.
   provisional_[chunk] = true;
   const int bucket = bucket_of_chunk_[chunk];
+  // A whole bucket at a time, because neighbours are then one copy; the gather needs the whole
+  // bucket anyway.
   if (CanBeCopied(buckets_[bucket])) copy_status_.Update(CopyIn(bucket));
 }
 
 void WeightsReturn::OnDropped(int chunk) {
   MutexLock lock(mutex_);
+  // A copy of it may be in progress and read bytes that are being replaced. The chunk is copied
+  // again later, on the same stream, so the new bytes are the last.
   provisional_[chunk] = false;
   copied_[chunk] = false;
 }
@@ -176,6 +191,7 @@ void WeightsReturn::OnWeights(int chunk) {
   arrived_[chunk] = true;
   const int bucket = bucket_of_chunk_[chunk];
   if (!HasArrived(buckets_[bucket])) return;
+  // Provisional weights that were not dropped are final now, and their copies count.
   bool copied = true;
   for (const int of_bucket : buckets_[bucket].shard.chunks) copied &= copied_[of_bucket];
   if (!copied) copy_status_.Update(CopyIn(bucket));
@@ -233,6 +249,7 @@ absl::Status WeightsReturn::CopyRest(int index) {
   }
   // Weights that arrived without a notice, for example in a Join.
   if (!copied && !abandoned_) BALLAST_RETURN_IF_ERROR(CopyIn(index));
+  // Cleared here and not in Expect: provisional weights of the next step come before its Expect.
   for (const int chunk : bucket.shard.chunks) {
     copied_[chunk] = arrived_[chunk] = provisional_[chunk] = false;  // The next weights are others.
   }
@@ -248,6 +265,7 @@ absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& 
   copy_step_ = step_ + 1;
   // The next weights are copied over what these gathers read.
   if (order_.reduction.empty() || options_.on_device) return absl::OkStatus();
+  // The first bucket in backward's order was gathered last, and `communicate` works in order.
   return copy_in_->Wait(*buckets_[order_.reduction.front()].gathered);
 }
 
@@ -267,6 +285,7 @@ absl::Status WeightsReturn::GatherBucket(DeviceStream& communicate, DeviceCollec
       }));
   BALLAST_RETURN_IF_ERROR(communicate.Record(*state.gathered));
   MutexLock lock(mutex_);
+  // After the Record: a pass that sees this makes its stream wait for the event.
   awaited_[index] = false;
   changed_.NotifyAll();
   return absl::OkStatus();
@@ -285,6 +304,8 @@ absl::StatusOr<bool> WeightsReturn::IsThere(int bucket) {
     MutexLock lock(mutex_);
     if (awaited_[bucket]) return false;
   }
+  // Without the lock: only Expect makes the bucket awaited again, and the passes' own thread calls
+  // that.
   return buckets_[bucket].gathered->Done();
 }
 
@@ -294,6 +315,7 @@ absl::Status WeightsReturn::Before(DeviceStream& stream, int bucket, StreamSecon
   state.waited_for = true;
   BALLAST_ASSIGN_OR_RETURN(const bool there, IsThere(bucket));
   if (there) return absl::OkStatus();
+  // The wait on the host is between the two events too, because the stream has no work meanwhile.
   return waited.Around(stream, [&] {
     return trace_.Around(stream, Track::kStall, {.step = step_, .bucket = bucket}, [&] {
       BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));

@@ -56,6 +56,7 @@ class InProcessService {
   }
 
   Engine engine_;
+  // It is declared after the engine, which it serves, so it ends first.
   std::unique_ptr<server::Server> server_;
 };
 
@@ -66,6 +67,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
   if (flags.service != "in-process") {
     return client::Connect(flags.service, absl::Seconds(10), flags.credentials);
   }
+  // The others could not reach it: each would have a service of its own.
   if (launch.world_size > 1) {
     return absl::InvalidArgumentError(
         "--service=in-process serves one worker only; start ballastd for more");
@@ -78,6 +80,7 @@ absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const L
                                                std::unique_ptr<InProcessService>& in_process) {
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
                            ConnectService(flags, launch, in_process));
+  // `flags` are those of Main, which outlive the run.
   return [&flags, channel = std::move(channel)](const TrainingJob& job, TrainingBackend& backend,
                                                 Collective& collective) {
     return MakeServiceOptimizer(channel,
@@ -102,6 +105,8 @@ absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags& flags, const 
                        .timeline = timeline});
 }
 #else
+// These are the names that Main uses where there is no CUDA. OpenGpu is an error before a GpuRun is
+// needed.
 struct GpuRun {
   MakeBackend make_backend() { return nullptr; }
   MakeOptimizer make_local_optimizer() { return nullptr; }
@@ -134,8 +139,12 @@ absl::Status WriteTimeline(const WorkerFlags& flags, const Launch& launch,
 absl::Status Main(int argc, char** argv) {
   BALLAST_ASSIGN_OR_RETURN(const WorkerFlags flags, ReadWorkerFlags(argc, argv));
   BALLAST_ASSIGN_OR_RETURN(const Launch launch, ReadLaunch());
+  // It is declared before all that has its channel: a call on the channel of a server that is gone
+  // crashes in gRPC.
   std::unique_ptr<InProcessService> in_process;
   MakeOptimizer make_optimizer = MakeLocalOptimizer;
+  // This comes before the workers connect: one that reaches no service ends with that error within
+  // seconds.
   if (flags.optimizer == OptimizerKind::kService) {
     BALLAST_ASSIGN_OR_RETURN(make_optimizer, ServiceOptimizer(flags, launch, in_process));
   }
@@ -144,6 +153,7 @@ absl::Status Main(int argc, char** argv) {
   WorkerOptions options = flags.options;
   const std::unique_ptr<Timeline> timeline = MakeTimeline(flags, launch);
   options.timeline = timeline.get();
+  // It is declared after the collective and the timeline, which it borrows.
   std::unique_ptr<GpuRun> gpu;
   if (flags.device == DeviceKind::kCuda) {
     BALLAST_ASSIGN_OR_RETURN(gpu, OpenGpu(flags, launch, timeline.get()));
@@ -152,6 +162,7 @@ absl::Status Main(int argc, char** argv) {
   }
   // An arena, not a limit of the whole process: a service in this process has threads of its own.
   tbb::task_arena arena(std::min(flags.threads, tbb::info::default_concurrency()));
+  // Its line is ended when Main returns, before main prints an error.
   Progress progress(options.trainer.steps);
   absl::Status status = arena.execute([&] {
     return RunWorker(std::move(options), *collective, make_optimizer,
@@ -159,11 +170,14 @@ absl::Status Main(int argc, char** argv) {
                        if (launch.rank == 0) progress.Show(report);
                      });
   });
+  // The file is written after an error, too: the run's error stays, and the file shows how far the
+  // run came.
   status.Update(WriteTimeline(flags, launch, timeline.get()));
   return status;
 }
 
 absl::Status MainWithinMemory(int argc, char** argv) {
+  // The training thread's allocations grow with the flags. The reducer's thread catches its own.
   try {
     return Main(argc, argv);
   } catch (const std::bad_alloc&) {

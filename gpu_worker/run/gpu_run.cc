@@ -34,6 +34,8 @@ class OpenedGpuRun final : public GpuRun {
   MakeOptimizer make_local_optimizer() override {
     return [this](const TrainingJob& job, TrainingBackend& backend,
                   Collective& host) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
+      // It says whether a chunk may be pushed more than once in a step. If not, the optimizer needs
+      // no memory for sums, 4 bytes an element.
       const bool sums =
           options_.accumulation == Accumulation::kService && job.spec.max_micro_steps != 1;
       BALLAST_ASSIGN_OR_RETURN(
@@ -47,9 +49,12 @@ class OpenedGpuRun final : public GpuRun {
  private:
   absl::StatusOr<std::unique_ptr<TrainingBackend>> Make(const WorkerOptions& options,
                                                         const TrainingJob& job, Collective& host) {
+    // This is here and not in Open: by now RunWorker has compared the flags of all ranks, and it
+    // shares an error of this call with them.
     BALLAST_RETURN_IF_ERROR(Connect(host));
     const int world_size = host.world_size();
     return MakeDeviceBackend({.model = options.model,
+                              // The first ranks have as many; others may have one sequence less.
                               .sequences = DivideUp(options.trainer.batch, world_size),
                               .accumulation = options.accumulation,
                               .check_gradients = options.check_gradients,
@@ -81,7 +86,9 @@ class OpenedGpuRun final : public GpuRun {
 
   // What kAuto stands for: the same on all ranks.
   absl::StatusOr<CollectiveKind> Choose(Collective& host) {
+    // Flags are agreed on, so all ranks leave here or none: ShareGpus is a collective.
     if (options_.collective != CollectiveKind::kAuto) return options_.collective;
+    // Connect makes no Gloo of it: there is no other rank.
     if (host.world_size() == 1) return CollectiveKind::kGloo;
     BALLAST_ASSIGN_OR_RETURN(const bool shared, ShareGpus(*device_, host));
     return shared ? CollectiveKind::kGloo : CollectiveKind::kNccl;
@@ -99,6 +106,7 @@ absl::StatusOr<std::unique_ptr<GpuRun>> GpuRun::Open(const GpuRunOptions& option
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> device,
                            CudaDevice::Open(options.local_rank));
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMatmul> matmul, MakeCublasLtMatmul(*device));
+  // cuBLASLt may have no algorithm for gelu in some shapes.
   matmul = MakeMatmulWithGelu(*device, std::move(matmul));
   return std::make_unique<OpenedGpuRun>(options, std::move(device), std::move(matmul));
 }

@@ -38,6 +38,7 @@ std::string ReadAll(const std::string& path) {
 // "nan" for any, also those with a sign.
 double Plain(double value) { return std::isnan(value) ? kUnknown : value; }
 
+// A line has nine digits of what trainings are compared by, and six of what is only timed.
 std::string LineOf(const StepReport& report) {
   const StepTimes& times = report.times;
   return absl::StrFormat("%d,%.9g,%.9g,%.9g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g\n", report.step,
@@ -72,6 +73,7 @@ std::optional<StepReport> ParseLine(absl::string_view line) {
 
 // "12 3.25\n"
 std::optional<StepReport> ParseNote(absl::string_view note) {
+  // Without its end the number may be cut off, and a number that is cut off is another number.
   if (!absl::ConsumeSuffix(&note, "\n")) return std::nullopt;
   const std::vector<absl::string_view> words = absl::StrSplit(note, ' ');
   StepReport report;
@@ -99,6 +101,7 @@ std::vector<StepReport> ParseLossesCsv(absl::string_view csv) {
   for (size_t end = csv.find('\n'); end != absl::string_view::npos; end = csv.find('\n')) {
     const std::optional<StepReport> report = ParseLine(csv.substr(0, end));
     if (!report.has_value()) break;
+    // Append writes steps in rising order only, so what comes now is not of this log.
     if (!reports.empty() && report->step <= reports.back().step) break;
     reports.push_back(*report);
     csv.remove_prefix(end + 1);
@@ -119,6 +122,7 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
   std::unique_ptr<LossLog> log(new LossLog(directory));
   const std::string job_path = absl::StrCat(directory, "/", kJob);
   if (!job_uid.empty() && ReadAll(job_path) == job_uid) {
+    // The note is left: if this start dies before Rewrite is done, the next one needs it again.
     log->TakeOver(committed_step);
     BALLAST_RETURN_IF_ERROR(log->Rewrite());
     return log;
@@ -132,6 +136,7 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
     Log().info("{} is of another job; it is begun again", log->path_);
   }
   // In this order: lines and a note of another job are never next to this one's name.
+  // A start that dies between these calls leaves no name, and the next one comes here again.
   unlink(job_path.c_str());
   unlink(log->note_path_.c_str());
   BALLAST_RETURN_IF_ERROR(log->Rewrite());
@@ -143,9 +148,13 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
 
 void LossLog::TakeOver(uint64_t committed_step) {
   reports_ = ParseLossesCsv(ReadAll(path_));
+  // A line may be of a step that is not committed any more: an older checkpoint was loaded, or the
+  // step was undone.
   while (!reports_.empty() && reports_.back().step > committed_step) reports_.pop_back();
   const std::optional<StepReport> noted = ParseNote(ReadAll(note_path_));
   // Only the step after the last line can be without one.
+  // A worker that dies is one step behind at most, since it appends a step's line before it seals
+  // the next one.
   const uint64_t missing = reports_.empty() ? committed_step : reports_.back().step + 1;
   if (noted.has_value() && noted->step == missing && missing <= committed_step) {
     reports_.push_back(*noted);
@@ -154,6 +163,8 @@ void LossLog::TakeOver(uint64_t committed_step) {
 
 absl::Status LossLog::Rewrite() {
   BALLAST_RETURN_IF_ERROR(OutputError(WriteAtomically({{path_, LossesCsv(reports_)}})));
+  // The rename has put another file in place of the one that is open: lines appended to that would
+  // be lost.
   if (descriptor_ >= 0) close(descriptor_);
   descriptor_ = open(path_.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
   if (descriptor_ >= 0) return absl::OkStatus();
@@ -162,8 +173,11 @@ absl::Status LossLog::Rewrite() {
 
 absl::Status LossLog::Note(uint64_t step, double loss) {
   // A torn note belongs to a step that is not sealed, so it is not needed.
+  // There is no fsync, here and in Append: what was written survives the death of this process,
+  // against which it is kept.
   const int note = open(note_path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (note < 0) return OutputError(FileError(errno, "write", note_path_));
+  // The note has as many digits as a line, so that a line made of it has the same loss.
   const absl::Status status =
       WriteAll(note, note_path_, absl::StrFormat("%d %.9g\n", step, Plain(loss)));
   close(note);

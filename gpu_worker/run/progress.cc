@@ -30,6 +30,7 @@ std::string FormatSummary(const RunTotals& totals) {
 }
 
 Progress::~Progress() {
+  // The line on a terminal has no end yet: what the shell prints next would follow it.
   if (line_open_) std::puts("");
   if (totals_.steps > 0) std::puts(FormatSummary(totals_).c_str());
 }
@@ -47,6 +48,7 @@ void Progress::Show(const StepReport& report) {
   } else {
     std::printf("%s\n", line.c_str());
   }
+  // A pipe or a file is buffered, and somebody may be waiting for each line.
   std::fflush(stdout);
 }
 

@@ -22,6 +22,7 @@ namespace {
 
 double Median(std::vector<double> values) {
   if (values.empty()) return 0;
+  // Where their number is even, this is the upper of the two in the middle.
   const auto middle = values.begin() + values.size() / 2;
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
@@ -33,6 +34,7 @@ absl::StatusOr<std::vector<std::string>> ReadSpaces(TrainingBackend& backend,
   std::vector<std::string> spaces;
   for (int group = 0; group < job.layout.group_count(); ++group) {
     std::string& space = spaces.emplace_back();
+    // This is up to the end of the flat space; what the buckets add to it has no weights.
     space.resize(job.layout.flat_elements(group) * SizeBytes(job.spec.groups[group].return_dtype));
     BALLAST_RETURN_IF_ERROR(
         backend.ReadWeights(group, {reinterpret_cast<std::byte*>(space.data()), space.size()}));
@@ -71,6 +73,7 @@ absl::Status PrepareOutput(const std::string& directory) {
   std::string probe = absl::StrCat(directory, "/.probe-XXXXXX");
   const int descriptor = mkstemp(probe.data());  // A name that no file of the user has.
   if (descriptor < 0) return OutputError(FileError(errno, "write", directory));
+  // Some bytes are written, too: a full disk may still let an empty file be made.
   const absl::Status status = WriteAll(descriptor, directory, "writable");
   close(descriptor);
   unlink(probe.c_str());
@@ -92,6 +95,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
   // Where each parameter is in weights.bin, so that a difference between two runs has a name.
   nlohmann::ordered_json tensors = nlohmann::ordered_json::array();
   for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
+    // The file has parameters in the order of declaration, and not as groups and buckets lie.
     const int64_t size = job.layout.place(p).elements;
     tensors.push_back(
         {{"name", job.layout.spec().parameters[p].name}, {"begin", elements}, {"elements", size}});
@@ -130,8 +134,11 @@ absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
   if (weights_file == WeightsFile::kWritten) {
     files.push_back({absl::StrCat(directory, "/weights.bin"), absl::StrJoin(parameters, "")});
   }
+  // The hash is over the bytes of the file, whether there is a file or not.
   Sha256 sha256;
   for (const absl::string_view parameter : parameters) sha256.Add(parameter);
+  // It is last, because files get their names in this order: the worker.json of this run is never
+  // there without the weights.bin that belongs to it.
   files.push_back({absl::StrCat(directory, "/worker.json"), WorkerJson(facts, job, sha256.Hex())});
   return OutputError(WriteAtomically(files));
 }

@@ -130,6 +130,7 @@ ABSL_FLAG(
 namespace ballast::worker {
 namespace {
 
+// Abseil also reads "inf", with which a deadline, now + timeout, would overflow.
 constexpr absl::Duration kMaxTimeout = absl::Hours(24 * 7);
 // How far apart workers may be when one begins to wait for the service and others for it.
 constexpr absl::Duration kPeersApart = absl::Minutes(5);
@@ -140,6 +141,7 @@ void NameFlagsAsAbseilDoes(absl::Span<char* const> arguments) {
   for (char* const argument : arguments) {
     if (!absl::StartsWith(argument, "--")) continue;
     for (char* c = argument + 2; *c != '\0' && *c != '='; ++c) {
+      // The loop ends at the "=": values keep their dashes.
       if (*c == '-') *c = '_';
     }
   }
@@ -186,6 +188,7 @@ absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path)
 absl::Status CheckUnused(std::initializer_list<absl::string_view> flags, absl::string_view error) {
   for (const absl::string_view name : flags) {
     const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    // A flag that was given with its default value is not noticed, and changes nothing.
     if (flag->CurrentValue() == flag->DefaultValue()) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("--", absl::StrReplaceAll(name, {{"_", "-"}}), " ", error));
@@ -210,10 +213,13 @@ absl::Status CheckNumbers() {
 absl::Status TakeNumericFlags(WorkerOptions& options) {
   BALLAST_ASSIGN_OR_RETURN(options.job.weights_dtype,
                            ChooseDType("dtype", absl::GetFlag(FLAGS_dtype)));
+  // Gradients travel in the format of the weights unless a flag says otherwise.
   options.job.wire_dtype = options.job.weights_dtype;
   if (const std::string wire = absl::GetFlag(FLAGS_wire_dtype); !wire.empty()) {
     BALLAST_ASSIGN_OR_RETURN(options.job.wire_dtype, ChooseDType("wire-dtype", wire));
   }
+  // The wire's format decides, not the weights': small gradients become zero and large ones
+  // infinite where they are rounded to fp16.
   if (options.job.wire_dtype == DType::kFloat16) {
     options.trainer.loss_scaler = {
         .initial_scale_power = absl::GetFlag(FLAGS_initial_scale_power),
@@ -223,6 +229,7 @@ absl::Status TakeNumericFlags(WorkerOptions& options) {
     };
     return absl::OkStatus();
   }
+  // A flag that would have no effect is refused: who gives it expects one.
   return CheckUnused(
       {"initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"},
       "is for fp16 gradients; use it with --dtype=fp16 or --wire-dtype=fp16");
@@ -251,6 +258,8 @@ absl::StatusOr<WorkerOptions> OptionsOfFlags() {
   options.trainer.learning_rate.warmup_steps = absl::GetFlag(FLAGS_warmup_steps);
   options.trainer.steps = absl::GetFlag(FLAGS_steps);
   const uint64_t decay_end = absl::GetFlag(FLAGS_decay_end);
+  // The default follows --steps, so resuming with more of them changes the schedule. --decay-end
+  // keeps it.
   options.trainer.learning_rate.decay_end = decay_end > 0 ? decay_end : options.trainer.steps;
   options.job.name = absl::GetFlag(FLAGS_job);
   options.job.lr = absl::GetFlag(FLAGS_lr);
@@ -330,6 +339,7 @@ absl::StatusOr<WorkerFlags> CheckedFlags() {
                                              .token_file = absl::GetFlag(FLAGS_token_file)});
   flags.resume = absl::GetFlag(FLAGS_resume);
   flags.reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout);
+  // It is longer than the wait for the service, for the reason given at the flag.
   flags.peer_timeout =
       absl::GetFlag(FLAGS_peer_timeout).value_or(flags.options.seal_timeout + kPeersApart);
   flags.trace = absl::GetFlag(FLAGS_trace);
@@ -347,6 +357,7 @@ absl::StatusOr<WorkerFlags> ReadWorkerFlags(int argc, char** argv) {
   };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
+  // The first is the name of the program.
   if (words.size() > 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("unexpected argument '", words[1], "'; flags begin with --, see --help"));

@@ -35,6 +35,7 @@ absl::Status Validate(const TrainerOptions& options) {
 }
 
 int64_t TokensOfARank(const WorkerOptions& options, int world_size) {
+  // No rank has more: samples are dealt out in turn (TokenData::Slice).
   const int64_t sequences = DivideUp(int64_t{options.trainer.batch}, world_size);
   return sequences * options.model.context;
 }
@@ -47,6 +48,8 @@ std::string SizeFlags(const WorkerOptions& options) {
 // The CPU's backend indexes activations with ints.
 absl::Status CheckIndices(const WorkerOptions& options, int world_size) {
   const GptConfig& model = options.model;
+  // A token has these numbers of elements in hidden, in the probabilities of attention and in the
+  // logits. The products fit an int, since Validate(GptConfig) has bounded their factors.
   const int64_t widest = std::max({4 * model.width, model.heads * model.context, model.vocabulary});
   if (TokensOfARank(options, world_size) <= std::numeric_limits<int>::max() / widest) {
     return absl::OkStatus();
@@ -61,7 +64,10 @@ absl::Status CheckHostMemory(const WorkerOptions& options, int world_size) {
   const GptConfig& model = options.model;
   const double tokens = TokensOfARank(options, world_size);
   const double width = model.width;
+  // The arithmetic is in double, so that no product overflows. A block has 12 width^2 weights: qkv
+  // 3, attention out 1, the MLP 4 and 4.
   const double parameters = (12.0 * model.layers * width + model.vocabulary) * width;
+  // CpuGpt::BlockActivations has 20 widths for a token, besides the probabilities.
   const double activations = model.layers * (20 * width + model.heads * model.context);
   const double bytes = parameters * (sizeof(uint16_t) + sizeof(float)) +
                        tokens * (activations + model.vocabulary) * sizeof(float);
@@ -85,6 +91,8 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
   const LearningRateSchedule& rate = trainer.learning_rate;
   const client::LossScalerOptions scaler =
       trainer.loss_scaler.value_or(client::LossScalerOptions{});
+  // What is not whole is written with %a: StrCat has six digits, and two numbers that differ may
+  // look alike.
   return {{"--layers", absl::StrCat(options.model.layers)},
           {"--heads", absl::StrCat(options.model.heads)},
           {"--width", absl::StrCat(options.model.width)},
@@ -127,6 +135,7 @@ absl::StatusOr<RunFacts> FactsOf(const WorkerOptions& options, const Collective&
                  .transport = optimizer.transport(),
                  .counts = std::nullopt};
   absl::StatusOr<client::JobCounts> counts = optimizer.ReadCounts();
+  // The local optimizer has no counts, which is no error.
   if (absl::IsUnimplemented(counts.status())) return facts;
   BALLAST_ASSIGN_OR_RETURN(facts.counts, std::move(counts));
   return facts;
@@ -136,6 +145,7 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
                          LossLog& losses, const TrainingJob& job, TrainingBackend& backend,
                          StepOptimizer& optimizer) {
   BALLAST_ASSIGN_OR_RETURN(const RunFacts facts, FactsOf(options, collective, losses, optimizer));
+  // All lines are there, so the note is not needed, whatever becomes of the other files.
   losses.Finish();
   return WriteOutput(options.out, facts, job, backend, options.weights_file);
 }
@@ -143,6 +153,7 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
 // `mine`, or which other rank has an error there, so that no rank goes on to the service and waits
 // for it.
 absl::Status OnAllRanks(const absl::Status& mine, Collective& collective) {
+  // A rank takes part with an error of its own, too: the others are in this collective.
   const auto ready = Share(uint64_t{mine.ok()}, collective);
   BALLAST_RETURN_IF_ERROR(mine);
   BALLAST_RETURN_IF_ERROR(ready.status());
@@ -154,6 +165,7 @@ absl::Status OnAllRanks(const absl::Status& mine, Collective& collective) {
 
 // The options that follow from others, once those are known to work.
 absl::StatusOr<WorkerOptions> Complete(WorkerOptions options, const Collective& collective) {
+  // The order matters: the later checks multiply what the earlier ones have bounded.
   BALLAST_RETURN_IF_ERROR(worker::Validate(options.model));
   BALLAST_RETURN_IF_ERROR(Validate(options.trainer));
   if (!options.make_backend) {
@@ -161,6 +173,7 @@ absl::StatusOr<WorkerOptions> Complete(WorkerOptions options, const Collective& 
     BALLAST_RETURN_IF_ERROR(CheckHostMemory(options, collective.world_size()));
     options.make_backend = MakeCpuBackend;
   }
+  // Batches have the full context.
   options.trainer.context = options.model.context;
   options.job.world_size = collective.world_size();
   options.job.micro_steps = options.trainer.micro_steps_of_step ? 0 : options.trainer.micro_steps;
@@ -192,11 +205,14 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
                        const MakeOptimizer& make_optimizer,
                        const std::function<void(const StepReport&)>& on_step) {
   BALLAST_ASSIGN_OR_RETURN(const WorkerOptions options, Complete(std::move(asked), collective));
+  // The text is read before the agreement, of which its contents are a part.
   BALLAST_ASSIGN_OR_RETURN(const TokenData data,
                            TokenData::Read(options.text, options.model.context));
   BALLAST_RETURN_IF_ERROR(CheckAgreement(SettingsToAgreeOn(options, data), collective));
+  // The ranks have the same text and model now, so they all go on or none does.
   BALLAST_RETURN_IF_ERROR(CheckVocabulary(options, data));
   const bool writes_output = collective.rank() == 0 && !options.out.empty();
+  // A directory that cannot be written is noticed now and not after hours of training.
   if (writes_output) BALLAST_RETURN_IF_ERROR(PrepareOutput(options.out));
 
   BALLAST_ASSIGN_OR_RETURN(const TrainingJob job,
@@ -205,6 +221,8 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
       options.make_backend(options, job, collective);
   BALLAST_RETURN_IF_ERROR(OnAllRanks(made.status(), collective));
   const std::unique_ptr<TrainingBackend>& backend = *made;
+  // It is declared after the backend and so is destroyed first: it still has the backend's
+  // payloads. The trainer, which has both, goes before them.
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<StepOptimizer> optimizer,
                            make_optimizer(job, *backend, collective));
   const InitialValues initial_values = [&](int parameter, int64_t offset,
@@ -220,6 +238,8 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
                                     .timeline = options.timeline});
   BALLAST_RETURN_IF_ERROR(trainer.Join());
 
+  // The log is opened after the join, which tells the job's uid and step: they decide which old
+  // lines are kept.
   std::unique_ptr<LossLog> losses;
   TrainerEvents events;
   if (writes_output) {
@@ -229,6 +249,7 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
   }
   events.on_step = [&](const StepReport& report) {
     on_step(report);
+    // This is the last thing of a step: no later one is sealed before this line is written.
     return losses != nullptr ? losses->Append(report) : absl::OkStatus();
   };
   BALLAST_RETURN_IF_ERROR(trainer.Run(events));
@@ -240,6 +261,7 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
   if (writes_output) {
     status = LeaveOutput(options, collective, *losses, job, *backend, *optimizer);
   }
+  // One rank is enough: the service has all ranks' state.
   if (collective.rank() == 0 && !options.save_directory.empty()) {
     status.Update(optimizer->SaveCheckpoint(options.save_directory));
   }

@@ -16,6 +16,7 @@
 namespace ballast::worker {
 namespace {
 
+// That is 768 KiB in three planes of fp32.
 constexpr int64_t kTrialElements = 1 << 16;  // Tried and looked at together.
 // The moments before the weight, which is not finite wherever one of them is not.
 constexpr std::array<absl::string_view, 3> kPlanes = {"exp_avg", "exp_avg_sq", "master"};
@@ -41,6 +42,8 @@ struct LocalOptimizer::Trial {
     return values[kLargest + kPlanes.size() * group + plane];
   }
 
+  // kGroup to kGradient describe the first overflow; kGroup is -1 where there is none. From
+  // kLargest on: by group, the largest finite magnitude of each plane.
   enum Field : uint8_t { kGroup, kParameter, kElement, kPlane, kValue, kGradient, kLargest };
   std::vector<double> values;
 };
@@ -59,6 +62,9 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
   for (const GroupSpec& group : groups_) {
     Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
   }
+  // Some blocks lie whole with one rank: that rank sums them, and only the sums travel. The edges
+  // of ranks' ranges cut the rest, whose gradient itself has to travel. Every rank makes the same
+  // tables, so each knows what the others send.
   std::vector<bool> whole(blocks_.blocks(), false);
   for (int rank = 0; rank < layout.world_size(); ++rank) {
     int64_t count = 0;
@@ -84,8 +90,10 @@ absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
     for (const float value : values) of_group = std::max(of_group, std::fabs(double{value}));
     BALLAST_RETURN_IF_ERROR(arithmetic_->SetFirstWeights(index, values));
   }
+  // The bounds are of all ranks' state, so that all ranks come to the same answer in CheckUpdate.
   std::vector<double> all(largest.size() * collective_.world_size());
   BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, largest, absl::MakeSpan(all)));
+  // Moments begin with zeros.
   bounds_.assign(groups_.size(), {.master = 0, .exp_avg = 0, .exp_avg_sq = 0});
   for (size_t i = 0; i < all.size(); ++i) {
     double& master = bounds_[i % groups_.size()].master;
@@ -116,6 +124,8 @@ absl::Status LocalOptimizer::PushAll(std::vector<client::GradientPush> pushes) {
   std::vector<LocalArithmetic::Addition> additions;
   absl::Status status;
   for (client::GradientPush& push : pushes) {
+    // After an error the rest is only released; what came before it is added all the same, and
+    // released by the arithmetic.
     Entry& entry = ledger_[push.chunk];
     Check(layout_.chunks()[push.chunk].rank == collective_.rank(), "a rank pushes its own chunks");
     // The same order that the service's ledger requires.
@@ -127,11 +137,14 @@ absl::Status LocalOptimizer::PushAll(std::vector<client::GradientPush> pushes) {
     if (!status.ok() || push.empty) {
       if (push.released) push.released();
     } else {
+      // An empty push leaves has_gradient false: the first payload is the first, whichever
+      // micro-step it is of.
       additions.push_back({.chunk = push.chunk,
                            .first = !std::exchange(entry.has_gradient, true),
                            .payload = push.payload,
                            .released = std::move(push.released)});
     }
+    // An empty push counts as well: the chunk had nothing to give, and nothing is missing.
     if (status.ok()) entry.next_micro_step = push.micro_step_end;
   }
   const absl::Status added = arithmetic_->AddGradients(std::move(additions));
@@ -150,6 +163,8 @@ absl::Status LocalOptimizer::EndMicroStep(uint32_t micro_step, const UsedParamet
 
 absl::Status LocalOptimizer::CheckComplete(uint32_t micro_steps) const {
   for (const int index : my_chunks()) {
+    // This keeps the promise that no gradient is lost: a step is not decided with one of them
+    // missing.
     if (ledger_[index].next_micro_step == micro_steps) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "step ", committed_step_ + 1, ": rank ", collective_.rank(), " sent ",
@@ -159,6 +174,8 @@ absl::Status LocalOptimizer::CheckComplete(uint32_t micro_steps) const {
 }
 
 absl::StatusOr<std::vector<int>> LocalOptimizer::FindUnused() {
+  // One rank that used it is enough. The sums are the same on all ranks, so all of them refuse the
+  // step or none does, and no rank is left alone in the collectives that follow.
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(used_)));
   std::vector<int> unused;
   for (size_t p = 0; p < used_.size(); ++p) {
@@ -177,6 +194,8 @@ absl::StatusOr<std::vector<int>> LocalOptimizer::FindUnused() {
 // chunks it is cut into.
 std::vector<LocalOptimizer::WholeBlocks> LocalOptimizer::FindWholeBlocks(int rank) const {
   std::vector<WholeBlocks> found;
+  // Pieces are joined before they are cut into blocks: an edge between two chunks of one rank cuts
+  // no block, since the elements on both sides of it are here.
   ChunkPiece joined;
   const auto end_piece = [&] {
     if (joined.elements == 0) return;
@@ -196,6 +215,8 @@ std::vector<LocalOptimizer::WholeBlocks> LocalOptimizer::FindWholeBlocks(int ran
   for (const int index : layout_.chunks_of_rank(rank)) {
     const Chunk& chunk = layout_.chunks()[index];
     layout_.VisitPieces(index, [&](const ChunkPiece& piece) {
+      // Neighbours in the parameter and in the flat space. A rank's chunks are in order, but
+      // between those of two buckets lie the chunks of other ranks.
       const bool goes_on = joined.elements > 0 && joined.parameter == piece.parameter &&
                            joined.parameter_offset + joined.elements == piece.parameter_offset &&
                            end == chunk.begin + piece.chunk_offset;
@@ -221,6 +242,7 @@ absl::Status LocalOptimizer::GatherWholeBlocks() {
   for (const BlocksInChunks& run : my_whole_blocks_) mine += run.blocks();
   BALLAST_RETURN_IF_ERROR(
       arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(sums_of_rank_).first(mine)));
+  // The sums are on the host from here on.
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   if (world_size > 1) {
     sums_of_ranks_.resize(most_whole_blocks_ * world_size);
@@ -229,6 +251,8 @@ absl::Status LocalOptimizer::GatherWholeBlocks() {
   }
   const std::vector<double>& all = world_size > 1 ? sums_of_ranks_ : sums_of_rank_;
   for (int rank = 0; rank < world_size; ++rank) {
+    // A rank's sums are in the order of its runs, and after the last of them is what fills up to
+    // the common size, which is not read.
     auto from = all.begin() + rank * most_whole_blocks_;
     for (const WholeBlocks& run : whole_blocks_[rank]) {
       std::copy_n(from, run.place.blocks(), block_sums_.begin() + run.first_block);
@@ -239,6 +263,8 @@ absl::Status LocalOptimizer::GatherWholeBlocks() {
 }
 
 absl::Status LocalOptimizer::GatherOtherBlocks() {
+  // It visits the pieces of all cut blocks in one order on all ranks: each sends its own in this
+  // order, and takes the others' in it.
   const auto visit_pieces = [&](auto&& visit) {
     for (const int64_t block : other_blocks_) {
       const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
@@ -263,12 +289,14 @@ absl::Status LocalOptimizer::GatherOtherBlocks() {
     next.remove_prefix(piece.elements);
   });
   BALLAST_RETURN_IF_ERROR(status);
+  // ReadGradient promises the values only now.
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   std::vector<float> all(most * world_size);
   BALLAST_RETURN_IF_ERROR(collective_.AllGather(
       {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(float)},
       {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(float)}));
   std::vector<float> values;  // Of one block.
+  // These are the elements taken from each rank so far.
   std::vector<int64_t> taken(world_size, 0);
   visit_pieces([&](int64_t block, const ChunkPiece& piece, int rank) {
     const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
@@ -276,6 +304,9 @@ absl::Status LocalOptimizer::GatherOtherBlocks() {
     const auto from = all.begin() + rank * most + taken[rank];
     values.insert(values.end(), from, from + piece.elements);
     taken[rank] += piece.elements;
+    // The sum is made from the elements, and not from sums of parts: additions in another order
+    // give other bits. It is computed with each piece of the block; what the last one leaves is the
+    // result.
     block_sums_[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
                                                     static_cast<int64_t>(values.size()));
   });
@@ -284,6 +315,7 @@ absl::Status LocalOptimizer::GatherOtherBlocks() {
 
 absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
   for (const int index : my_chunks()) {
+    // A chunk that had empty pushes alone may still have the gradient of an earlier step.
     if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
   }
   block_sums_.resize(blocks_.blocks());
@@ -291,6 +323,7 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
   BALLAST_RETURN_IF_ERROR(GatherOtherBlocks());
   std::vector<double> span_sums(blocks_.spans());
   for (int64_t span = 0; span < blocks_.spans(); ++span) {
+    // The order is that of gradient_norm.h, which gives the bits of the service.
     const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
     span_sums[span] = SumInOrder(
         absl::MakeConstSpan(block_sums_).subspan(blocks.begin, blocks.end - blocks.begin));
@@ -307,8 +340,10 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps,
   BALLAST_RETURN_IF_ERROR(CheckComplete(micro_steps));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<int> unused, FindUnused());
   BALLAST_ASSIGN_OR_RETURN(const std::vector<double> group_sums, GatherGroupSums());
+  // Each rank decides for itself. All have the same sums, scale and vote, so they decide the same.
   decision_ = Decide(group_sums, scale_, vote.clipping);
   client::StepDecision result;
+  // This comes after Decide, so an abandoned step has its norm in the report, too.
   if (!vote.apply) {
     decision_.apply = false;
     result.skip_reason = "the ranks voted to abandon it";
@@ -331,14 +366,17 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps,
 absl::StatusOr<std::string> LocalOptimizer::CheckUpdate(absl::Span<const double> group_sums) {
   std::vector<StateBounds> bounds;
   for (size_t group = 0; group < groups_.size(); ++group) {
+    // The new bounds follow from the old ones and the norm alone, without a look at the state.
     bounds.push_back(BoundsAfter(bounds_[group], groups_[group].hyper_parameters, group_sums[group],
                                  decision_.multipliers[group]));
   }
   const auto is_finite = [](const StateBounds& of_group) { return of_group.finite(); };
   if (!std::all_of(bounds.begin(), bounds.end(), is_finite)) {
+    // TryUpdate has a collective. All ranks get here or none: they have the same bounds.
     BALLAST_ASSIGN_OR_RETURN(const std::string overflow, TryUpdate(absl::MakeSpan(bounds)));
     if (!overflow.empty()) return overflow;
   }
+  // They are taken only now: a skipped step leaves the state, and so its bounds, as they were.
   bounds_ = std::move(bounds);
   return std::string();
 }
@@ -352,14 +390,19 @@ absl::StatusOr<std::string> LocalOptimizer::TryUpdate(absl::Span<StateBounds> bo
     of_chunk.values = mine.values;  // The largest so far.
     of_chunk.values[Trial::kGroup] = -1;
     BALLAST_RETURN_IF_ERROR(TryChunk(index, of_chunk));
+    // The first overflow by group, parameter and element is kept, so that the reason does not
+    // depend on how chunks and ranks cut the parameters.
     const bool first =
         of_chunk.overflows() && (!mine.overflows() || of_chunk.place() < mine.place());
+    // Once there is an overflow the largest values are not kept up: the step is a skip.
     if (first || !mine.overflows()) mine = std::move(of_chunk);
   }
   const size_t fields = mine.values.size();
   std::vector<double> all(fields * collective_.world_size());
   BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, mine.values, absl::MakeSpan(all)));
   for (StateBounds& of_group : bounds) {
+    // These bounds are measured and not estimated: each becomes the largest value that the update
+    // leaves.
     if (!of_group.finite()) of_group = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
   }
   Trial first(groups);
@@ -397,6 +440,7 @@ absl::Status LocalOptimizer::TryChunk(int index, Trial& trial) {
   const std::array<const std::vector<float>*, kPlanes.size()> planes = {
       &state.exp_avg, &state.exp_avg_sq, &state.master};
   for (const ChunkPiece& piece : layout_.Pieces(index)) {
+    // The count is that of the update that is tried; ReceiveWeights raises it when it is made.
     const std::optional<AdamScalars> scalars =
         ScalarsOf(group, piece.parameter, update_counts_[piece.parameter] + 1);
     for (int64_t done = 0; done < piece.elements; done += kTrialElements) {
@@ -408,10 +452,13 @@ absl::Status LocalOptimizer::TryChunk(int index, Trial& trial) {
         for (size_t plane = 0; plane < planes.size(); ++plane) {
           const float value = (*planes[plane])[i];
           double& largest = trial.largest(group, plane);
+          // What the update leaves as it is counts, too: the bound is of the whole state of the
+          // group.
           if (std::isfinite(value)) {
             largest = std::max(largest, std::fabs(double{value}));
             continue;
           }
+          // Only the message needs it, so it is read when there is one to be made.
           float gradient = 0;
           BALLAST_RETURN_IF_ERROR(arithmetic_->ReadGradient(index, begin + i, {&gradient, 1}));
           BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
@@ -431,6 +478,7 @@ absl::Status LocalOptimizer::TryChunk(int index, Trial& trial) {
 
 std::optional<AdamScalars> LocalOptimizer::ScalarsOf(int group, int parameter,
                                                      int64_t count) const {
+  // used_ holds the sums of all ranks since FindUnused.
   if (unused_policy_ == UnusedPolicy::kSkip && used_[parameter] == 0) return std::nullopt;
   return MakeAdamScalars(groups_[group].hyper_parameters, count, decision_.multipliers[group]);
 }
@@ -480,11 +528,15 @@ absl::Status LocalOptimizer::Update() {
 
 absl::Status LocalOptimizer::ReceiveWeights() {
   Stopwatch stopwatch;
+  // Nothing here can be refused any more: all ranks have decided. An error is one of the device,
+  // and ends the run.
   ++committed_step_;  // A skipped step uses up its number, too.
   if (decision_.apply) {
     for (size_t p = 0; p < used_.size(); ++p) {
       if (unused_policy_ != UnusedPolicy::kSkip || used_[p] > 0) ++update_counts_[p];
     }
+    // This comes after the counts were raised: the bias corrections (Kingma and Ba 2015) count
+    // updates from 1.
     BALLAST_RETURN_IF_ERROR(Update());
     BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   }

@@ -23,6 +23,7 @@ absl::Status ScalarArithmetic::SetFirstWeights(int index, absl::Span<const float
     plane->assign(values.size(), 0.0f);
   }
   state.master.assign(values.begin(), values.end());
+  // The passes compute with the rounded weights, from the first step on.
   const absl::Span<std::byte> weights = weights_(index);
   const DType weights_dtype = dtypes(index).weights;
   for (size_t i = 0; i < values.size(); ++i) {
@@ -37,8 +38,10 @@ absl::Status ScalarArithmetic::AddGradients(std::vector<Addition> additions) {
     const DType wire_dtype = dtypes(addition.chunk).wire;
     for (size_t i = 0; i < sum.size(); ++i) {
       const float gradient = LoadElement(addition.payload.data(), wire_dtype, i);
+      // The first is assigned: what the step before left is still there.
       sum[i] = addition.first ? gradient : sum[i] + gradient;
     }
+    // The payload has been read.
     if (addition.released) addition.released();
   }
   return absl::OkStatus();
@@ -52,6 +55,7 @@ absl::Status ScalarArithmetic::ZeroGradient(int index) {
 
 template <typename Visit>
 void ScalarArithmetic::VisitRun(int chunk, int64_t begin, int64_t elements, Visit&& visit) const {
+  // In the chunk after the first a run begins with the first element.
   for (; elements > 0; ++chunk, begin = 0) {
     const int64_t here = std::min(elements, layout_.chunks()[chunk].elements - begin);
     visit(chunk, begin, here);
@@ -69,6 +73,7 @@ absl::Status ScalarArithmetic::BlockSums(absl::Span<const BlocksInChunks> runs,
       const auto from = chunks_[chunk].gradient.begin() + begin;
       gradient.insert(gradient.end(), from, from + elements);
     });
+    // A run begins with a block, so blocks are found by counting from there.
     for (int64_t at = 0; at < run.elements; at += kBlockElements) {
       *sum++ = BlockSumOfSquaresReference(gradient.data() + at, DType::kFloat32,
                                           std::min(kBlockElements, run.elements - at));
@@ -94,6 +99,7 @@ void ScalarArithmetic::UpdateInChunk(int index, int64_t begin, int64_t elements,
                                      const AdamScalars& scalars) {
   ChunkState& state = chunks_[index];
   const DType weights_dtype = dtypes(index).weights;
+  // The update is in place: an element is read before it is written, and no other depends on it.
   UpdateAdamReference({.elements = elements,
                        .gradient = state.gradient.data() + begin,
                        .gradient_dtype = DType::kFloat32,
@@ -113,6 +119,8 @@ void ScalarArithmetic::UpdateInChunk(int index, int64_t begin, int64_t elements,
 absl::Status ScalarArithmetic::TryUpdate(int index, int64_t begin, int64_t elements,
                                          const AdamScalars* scalars, State& tried) {
   const ChunkState& state = chunks_[index];
+  // The trial is made in copies, and has no shard: the step may turn out to be a skip, which must
+  // leave no trace.
   const auto copy = [&](const std::vector<float>& from, std::vector<float>& to) {
     to.assign(from.begin() + begin, from.begin() + begin + elements);
   };

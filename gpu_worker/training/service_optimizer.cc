@@ -21,12 +21,17 @@ class ServiceOptimizer final : public StepOptimizer {
   // arrived. The other ranks may wait for this rank's there, not in a collective, so they are given
   // again at once.
   absl::Status Join(const FillChunk& first_weights) override {
+    // There is a bound, because processes that take another rank from one another raise the
+    // generation each time.
     constexpr int kMostAttempts = 100;
     bool awaited = false;
     absl::Status status;
     for (int attempt = 0; attempt < kMostAttempts; ++attempt) {
       status = TryToJoin(first_weights);
+      // An Open that fails leaves no session; what the one before said is the best that is known.
       if (session_ != nullptr) awaited = session_->awaiting_weights();
+      // With weights in the job an ABORTED goes to the trainer: all ranks join again then,
+      // together.
       if (!absl::IsAborted(status) || !awaited) break;
     }
     return status;
@@ -70,11 +75,14 @@ class ServiceOptimizer final : public StepOptimizer {
     session_.reset();  // Waits until no thread reads the payloads.
     absl::StatusOr<std::unique_ptr<client::Session>> session =
         client::Session::Open(channel_, options_);
+    // The uid is that of the job joined before. Without it Open would make a new job of this name,
+    // and the training would begin again from its first weights without a word.
     if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();
     BALLAST_RETURN_IF_ERROR(session.status());
     session_ = *std::move(session);
     options_.job_uid = session_->job_uid();
     options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
+    // Each rank gives those of its own chunks; ReadWeights then waits for the others.
     if (session_->awaiting_weights()) {
       BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
     }
@@ -98,9 +106,12 @@ class ServiceOptimizer final : public StepOptimizer {
 
 absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
                             client::SessionOptions options, const std::string& directory) {
+  // The session is for the load alone, and has no memory: the load ends the sessions of all ranks.
   options.takes_steps = false;
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
                            client::Session::Open(channel, options));
+  // A restarted worker comes here with the same flag. The job has state then, and a load would undo
+  // its steps.
   if (!session->awaiting_weights()) {
     Log().info("job {} goes on from step {}; --resume={} is loaded into new jobs only",
                options.job.name, session->committed_step(), directory);
@@ -140,6 +151,8 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;
   if (!options.resume_directory.empty()) {
+    // A load is of the whole job, so one rank asks for it. Rank 0, because only that creates a job
+    // that does not exist yet.
     if (collective.rank() == 0) {
       BALLAST_RETURN_IF_ERROR(LoadCheckpoint(channel, session_options, options.resume_directory));
     }

@@ -23,6 +23,7 @@ Clipping ClippingOf(const TrainerOptions& options) { return {.max_norm = options
 }  // namespace
 
 absl::Status Trainer::Validate(const TrainerOptions& options) {
+  // Without multipliers the number of groups is not looked at.
   BALLAST_RETURN_IF_ERROR(ballast::Validate(ClippingOf(options), /*group_count=*/0));
   if (!options.loss_scaler.has_value()) return absl::OkStatus();
   return client::DynamicLossScaler::Create(*options.loss_scaler).status();
@@ -43,6 +44,8 @@ Trainer::Trainer(const TrainerOptions& options, const TrainerParts& parts)
 Trainer::~Trainer() { LeaveOptimizersMemory().IgnoreError(); }
 
 absl::Status Trainer::Run(const TrainerEvents& events) {
+  // The optimizer counts, not this loop: after a load or an undo the next step may be an earlier
+  // one, and a lost step is simply the next one again.
   while (optimizer_.committed_step() < options_.steps) {
     BALLAST_RETURN_IF_ERROR(Step(optimizer_.committed_step() + 1, events));
   }
@@ -53,16 +56,21 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   const TimelineScope scope(timeline_, Track::kStep, {.step = step});
   Stopwatch stopwatch;
   StartAttempt(step);
+  // If the step is lost here, its passes are done all the same: their reductions are collectives,
+  // in which the other ranks would wait for this one.
   BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.BeginStep(Settings())));
   BALLAST_RETURN_IF_ERROR(Annotate(Passes(), absl::StrCat("step ", step)));
   // No rank seals before all are here: a rank that failed is noticed here at the latest.
   BALLAST_RETURN_IF_ERROR(SumLoss());
   if (!lost_) {
+    // From here on the step may become committed. Its loss is noted first, since a worker that dies
+    // between the commit and its report could not tell it any more.
     attempt_.sealing = true;
     if (events.on_sealing) {
       BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
     }
     BALLAST_RETURN_IF_ERROR(Seal());
+    // After an ABORTED, too, this rank goes on to ShareDecision, where the others learn of it.
     if (backend_.gathers_ahead()) {
       BALLAST_RETURN_IF_ERROR(ReceiveUnderNextForward());
     } else {
@@ -79,11 +87,15 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
     if (optimizer_.committed_step() != step || !attempt_.sealing) return absl::OkStatus();
     if (!attempt_.decided) report.applied = optimizer_.last_step_applied();
   } else {
+    // In the other branch Join has restored the scaler, with the outcome of the committed step.
     if (scaler_.has_value()) scaler_->Update(/*overflow=*/!report.applied);
+    // All ranks have the same decision, so all of them gather or none does. A skipped step has left
+    // the weights as they are.
     Stopwatch gathering;
     if (report.applied && !attempt_.gathered) BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
     NoteInGap(report.times.receive, gathering.Lap());
   }
+  // The step is committed: the row of failed attempts ends here.
   attempts_in_a_row_ = 0;
   report.seconds = stopwatch.Lap();
   report.tokens_per_second = tokens_per_step() / report.seconds;
@@ -105,6 +117,7 @@ StepSettings Trainer::Settings() const {
   if (scaler_.has_value()) settings.trainer_state = scaler_->Serialize();
   const double lr = LearningRate(options_.learning_rate, attempt_.report.step);
   for (int group = 0; group < job_.layout.group_count(); ++group) {
+    // All groups have the same: they differ in weight decay alone.
     settings.scale.divisors.push_back(tokens_per_step());
     settings.overrides[group].lr = lr;
   }
@@ -120,6 +133,7 @@ absl::Status Trainer::Passes() {
   if (status.ok()) status = PrepareNextBatch();
   // After an error too: afterwards the backend does not call the optimizer.
   const absl::StatusOr<FinishedStep> finished = backend_.FinishStep();
+  // An error of a pass came first.
   if (status.ok()) status = finished.status();
   if (!status.ok()) return UnlessLost(status);
   StepReport& report = attempt_.report;
@@ -133,6 +147,8 @@ absl::Status Trainer::Passes() {
   } else {
     report.times.receive += finished->weights_seconds;
   }
+  // The device's idle time begins at the end of the step before. In it are waits that this loop has
+  // noted since, and these must not count twice.
   report.times.receive += std::max(0.0, finished->idle_seconds - std::exchange(gap_noted_, 0));
   return absl::OkStatus();
 }
@@ -151,6 +167,7 @@ absl::Status Trainer::MicroStep(uint32_t micro_step) {
 absl::Status Trainer::PrepareNextBatch() {
   const uint64_t next = attempt_.report.step + 1;
   if (next > options_.steps) return absl::OkStatus();
+  // It is kept, because StartForward and MicroStep of the next step get the same batch.
   next_batch_ = BatchOf(next, 0);
   next_batch_of_ = next;
   return backend_.PrepareBatch(next_batch_);
@@ -172,6 +189,7 @@ absl::Status Trainer::SumLoss() {
   // One all-reduce for both: the loss, and whether a rank lost the step.
   double sums[] = {attempt_.report.loss, lost_ ? 1.0 : 0.0};
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
+  // Where the step is lost this means nothing, but such a step is not sealed and not reported.
   attempt_.report.loss = sums[0] / tokens_per_step();
   if (sums[1] > 0) Lose("");
   NoteInGap(attempt_.report.times.reduce, stopwatch.Lap());
@@ -186,6 +204,8 @@ absl::Status Trainer::Seal() {
     return optimizer_.Seal(attempt_.micro_steps, {.clipping = ClippingOf(options_)});
   }();
   NoteInGap(report.times.send, stopwatch.Lap());
+  // After ABORTED the step may be committed all the same: the word of it got lost with the session.
+  // ShareDecision and Join find out.
   if (!decision.ok()) return UnlessLost(decision.status());
   attempt_.decided = true;
   attempt_.decided_at = Timeline::Clock::now();
@@ -234,6 +254,7 @@ absl::Status Trainer::ReceiveWeights() {
 // forward pass begins with those that have arrived. The backend reports that pass's waits when its
 // step is finished; from its start on nothing here is exposed.
 absl::Status Trainer::ReceiveUnderNextForward() {
+  // A gather needs all ranks. So it is begun only once all of them are known to have the decision.
   BALLAST_RETURN_IF_ERROR(ShareDecision());
   if (lost_ || !attempt_.report.applied) return Receive();
   BALLAST_RETURN_IF_ERROR(backend_.ExpectWeights());
@@ -241,6 +262,7 @@ absl::Status Trainer::ReceiveUnderNextForward() {
   Stopwatch stopwatch;
   absl::Status received;
   // StartForward waits for weights on the host, so another thread must receive them.
+  // Until the join below lost_ is the receiver's alone: StartNextForward does not use it.
   std::thread receiver([&] {
     received = ReceiveWeights();
     if (!received.ok() || lost_) backend_.AbandonWeights();
@@ -249,9 +271,12 @@ absl::Status Trainer::ReceiveUnderNextForward() {
   if (!forward.ok()) {
     Log().error("{}; waiting for the service to end the step", std::string(forward.message()));
   }
+  // The join comes before any return: the thread refers to this frame.
   receiver.join();
   BALLAST_RETURN_IF_ERROR(forward);
   BALLAST_RETURN_IF_ERROR(received);
+  // This is called also if the step was lost meanwhile, so that the gathers that have begun come to
+  // their end on all ranks. Step shares afterwards that it was lost.
   BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
   if (!forward_ahead_) NoteReceiving(stopwatch.Lap());  // The last step: nothing else went on.
   return absl::OkStatus();
@@ -262,6 +287,8 @@ absl::Status Trainer::StartNextForward() {
   forward_ahead_ = next <= options_.steps;
   if (!forward_ahead_) return absl::OkStatus();
   const Batch batch = BatchOf(next, 0);
+  // The loss scale is not known: the scaler has not seen the outcome of this step yet. Only
+  // backward uses it, and MicroStep gives it to that.
   return backend_.StartForward({.step = next,
                                 .micro_step = 0,
                                 .micro_steps = MicroStepsOf(next),
@@ -288,6 +315,8 @@ absl::Status Trainer::ShareDecision() {
                                         .clip_coefficient = report.clip_coefficient},
                                  collective_));
   if (!attempt_.decided) {
+    // This stays where no rank has the decision; the loop below replaces it by the values of a rank
+    // that has.
     report.norm = report.clip_coefficient = std::numeric_limits<double>::quiet_NaN();
   }
   for (const Ending& ending : endings) {

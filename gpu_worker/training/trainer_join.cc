@@ -20,12 +20,15 @@ absl::Status Trainer::UnlessLost(const absl::Status& status) {
 
 void Trainer::Lose(absl::string_view because) {
   lost_ = true;
+  // That another rank has lost the step does not hide what this one was told.
   if (!because.empty()) lost_because_ = std::string(because);
 }
 
 absl::Status Trainer::JoinAgain() {
   const uint64_t step = attempt_.report.step;
   const std::string why = lost_because_.empty() ? "another rank was notified" : lost_because_;
+  // A step that is done sets the count back. All ranks count the same attempts, so they end
+  // together.
   if (++attempts_in_a_row_ >= kMaxAttempts) {
     return absl::AbortedError(absl::StrCat(
         "step ", step, " was aborted ", attempts_in_a_row_, " times in a row, last because: ", why,
@@ -40,6 +43,7 @@ absl::Status Trainer::JoinAgain() {
 // A rank that joins may end the sessions of those that joined before it, and a load between two
 // joins may leave them at different steps: all join until they are at the same one.
 absl::Status Trainer::Join() {
+  // A forward pass that was begun ahead is void: GatherWeights below brings other weights.
   forward_ahead_ = false;
   absl::Status status;
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
@@ -48,12 +52,17 @@ absl::Status Trainer::Join() {
       FillInitialValues(initial_values_, job_.layout, chunk, values);
     });
     if (!status.ok() && !absl::IsAborted(status)) return status;
+    // After an ABORTED a rank takes part, too: the others are in this collective and need its
+    // answer.
     BALLAST_ASSIGN_OR_RETURN(const bool together, JoinedTogether(status.ok()));
     if (!together) continue;
+    // All ranks have the same step now, so none is left alone in what follows.
     if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
     LogTransportIfNew();
+    // The memory is used only now: it is that of the session that stays.
     BALLAST_RETURN_IF_ERROR(UseOptimizersMemory());
     BALLAST_RETURN_IF_ERROR(RestoreScaler());
+    // Join has brought the weights of this rank; the passes need those of all.
     return backend_.GatherWeights();
   }
   return absl::AbortedError(
@@ -91,6 +100,7 @@ absl::Status Trainer::PastTheLastStep() const {
 }
 
 absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {
+  // It has four words of 8 bytes and so no padding, which would be sent as it is.
   struct Place {
     uint64_t joined = 0;
     uint64_t epoch = 0;
@@ -104,6 +114,8 @@ absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {
     mine = {1, generation.epoch, generation.count, optimizer_.committed_step()};
   }
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Place> places, Share(mine, collective_));
+  // The step alone is not enough: a session of an older generation has ended, and its rank would
+  // notice that only in the next step.
   return places[0].joined == 1 &&
          std::all_of(places.begin(), places.end(),
                      [&](const Place& place) { return place == places[0]; });
@@ -113,6 +125,7 @@ absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {
 absl::Status Trainer::RestoreScaler() {
   if (!options_.loss_scaler.has_value()) return absl::OkStatus();
   const std::string state = optimizer_.trainer_state();
+  // No step is committed yet, or none that had a scaler.
   if (state.empty()) {
     BALLAST_ASSIGN_OR_RETURN(scaler_, client::DynamicLossScaler::Create(*options_.loss_scaler));
     return absl::OkStatus();

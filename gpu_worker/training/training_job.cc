@@ -13,6 +13,8 @@ namespace {
 GroupSpec MakeGroup(std::string name, double weight_decay, const TrainingJobOptions& options) {
   GroupSpec group;
   group.name = std::move(name);
+  // This rate is in force until the first step begins: each step says that of its schedule
+  // (Trainer::Settings).
   group.hyper_parameters.lr = options.lr;
   group.hyper_parameters.beta2 = 0.95;  // As in GPT-3; short runs forget first gradients sooner.
   group.hyper_parameters.weight_decay = weight_decay;
@@ -31,6 +33,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   }
   JobSpec spec;
   spec.name = options.name;
+  // Their order is that of kDecayGroup and kNoDecayGroup.
   spec.groups = {MakeGroup("decay", options.weight_decay, options),
                  MakeGroup("no_decay", 0.0, options)};
   spec.unused_policy = options.unused_policy;
@@ -57,6 +60,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(spec.layout));
   std::vector<int64_t> group_elements(spec.groups.size(), 0);
   for (const Bucket& bucket : buckets) {
+    // Shards of a bucket have one size, in whole blocks, so the last may reach past the end.
     group_elements[bucket.group] = std::max(
         group_elements[bucket.group], bucket.begin + bucket.shard_elements * options.world_size);
   }
@@ -66,6 +70,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
 
 void FillInitialValues(const InitialValues& initial_values, const Layout& layout, int chunk,
                        absl::Span<float> values) {
+  // Pieces leave out the padding.
   std::fill(values.begin(), values.end(), 0.0f);
   for (const ChunkPiece& piece : layout.Pieces(chunk)) {
     initial_values(piece.parameter, piece.parameter_offset,

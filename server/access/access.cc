@@ -28,12 +28,14 @@ constexpr size_t kMostNameBytes = 256;
 constexpr size_t kMostTextBytes = 1024;
 constexpr char kUnknown[] = "an unknown caller";
 constexpr absl::string_view kAuthorization = "authorization";
+// The scheme of RFC 6750, in this spelling only.
 constexpr absl::string_view kBearer = "Bearer ";
 
 std::string Property(const grpc::AuthContext* context, const char* name) {
   if (context == nullptr) return "";
   const std::vector<grpc::string_ref> values = context->FindPropertyValues(name);
   if (values.empty()) return "";
+  // A certificate may have several other names: the first counts.
   return std::string(values.front().data(), values.front().size());
 }
 
@@ -87,10 +89,12 @@ std::string Lacking(absl::string_view principal, Role role, absl::string_view jo
 }  // namespace
 
 absl::Status Caller::Check(absl::string_view job) const {
+  // A mistake of the caller and no refusal, so it is neither counted nor logged here.
   BALLAST_RETURN_IF_ERROR(CheckJobName(job));
   const Role role =
       access_->RoleOf(*this, [&](const Policy& policy) { return policy.RoleOf(principal_, job); });
   if (role >= needed_) return absl::OkStatus();
+  // The same answer whether there is such a job or not: it is looked for only after this.
   return access_->Refuse(
       *this, absl::PermissionDeniedError(
                  Lacking(principal_, role, absl::StrCat("job ", job), method_, needed_)));
@@ -111,10 +115,13 @@ bool Caller::MayUse(absl::string_view job) const {
 }
 
 std::function<bool()> Caller::IsRevoked(std::string job) const {
+  // RoleOf asks the policy that is in force then, so files that are read again reach streams that
+  // are open.
   return [caller = *this, job = std::move(job)] { return !caller.MayUse(job); };
 }
 
 void Caller::Asks(const google::protobuf::Message& request) {
+  // Audit logs the methods of operators only, so no text is made for others.
   if (needed_ == Role::kOperator) request_ = TextOf(request);
 }
 
@@ -132,6 +139,7 @@ absl::StatusOr<std::unique_ptr<Access>> Access::Open(AccessOptions options, Log 
   }
   auto access =
       std::unique_ptr<Access>(new Access(std::move(options), std::move(audit), std::move(warn)));
+  // Also without roles: the policy is then empty, and policy_ is never null.
   BALLAST_RETURN_IF_ERROR(access->ReadAgain());
   return access;
 }
@@ -140,6 +148,8 @@ absl::StatusOr<std::shared_ptr<const Policy>> Access::ReadPolicy() const {
   if (!has_roles()) return std::make_shared<const Policy>();
   BALLAST_ASSIGN_OR_RETURN(const std::string roles,
                            ReadCredentialFile(options_.roles, Others::kMayRead));
+  // Roles are no secret. A digest is one: whoever has it can try tokens against it without asking
+  // the service.
   std::string tokens;
   if (!options_.tokens.empty()) {
     BALLAST_ASSIGN_OR_RETURN(tokens, ReadCredentialFile(options_.tokens, Others::kMayDoNothing));
@@ -169,6 +179,8 @@ absl::Status Access::CheckThatTokensAreThere() const {
 }
 
 std::shared_ptr<const Policy> Access::policy() const {
+  // A share of it: callers look into it without the lock, and it stays as it is for them when
+  // ReadAgain puts another one in its place.
   MutexLock lock(mutex_);
   return policy_;
 }
@@ -238,11 +250,14 @@ absl::StatusOr<std::optional<Caller>> Access::AdmitViewer(const HttpPeer& peer) 
 absl::Status Access::IdentifyViewer(const HttpPeer& peer, Caller& caller) const {
   const std::string token = TokenOf(peer.authorization);
   if (has_tokens() && !token.empty()) return IdentifyByToken(token, caller);
+  // A header without a token is refused, and not passed over for the certificate: whoever sends one
+  // means to be a token, as in Identify.
   const bool wants_to_give_one = has_tokens() && !peer.authorization.empty();
   if (peer.certificate_name.has_value() && !wants_to_give_one) {
     if (!peer.certificate_name->empty()) {
       caller.principal_ = CertificatePrincipal(*peer.certificate_name);
     }
+    // Without roles a certificate that is trusted is enough, whatever name it has.
     if (!has_roles() && caller.principal_.empty()) caller.principal_ = kUnknown;
     if (!caller.principal_.empty()) return absl::OkStatus();
   }
@@ -256,6 +271,7 @@ absl::Status Access::IdentifyViewer(const HttpPeer& peer, Caller& caller) const 
 
 absl::Status Access::Identify(const grpc::ServerContextBase& context, Caller& caller) const {
   const std::shared_ptr<const grpc::AuthContext> connection = context.auth_context();
+  // UnixUsers has set it, in this process: nothing that a client sends can.
   const std::string user = Property(connection.get(), kUserProperty);
   const std::string security =
       Property(connection.get(), GRPC_TRANSPORT_SECURITY_TYPE_PROPERTY_NAME);
@@ -267,12 +283,14 @@ absl::Status Access::Identify(const grpc::ServerContextBase& context, Caller& ca
     const std::string name = NameOfCertificate(*connection);
     if (!name.empty()) caller.principal_ = CertificatePrincipal(name);
   }
+  // Every caller may do everything. The name is for the log only, and a token is not looked at.
   if (!has_roles()) {
     if (caller.principal_.empty()) caller.principal_ = kUnknown;
     return absl::OkStatus();
   }
   // A token is stronger than the connection: a call that brings one is that token's alone.
   if (const std::optional<std::string> token = BearerToken(context); token.has_value()) {
+    // Others may have read it on its way, so even a right one is refused, and it is not looked up.
     if (user.empty() && !tls) {
       return absl::UnauthenticatedError(
           "tokens are taken over TLS and unix sockets only, where others cannot read them; this "
@@ -287,6 +305,8 @@ absl::Status Access::Identify(const grpc::ServerContextBase& context, Caller& ca
 }
 
 absl::Status Access::IdentifyByToken(absl::string_view token, Caller& caller) const {
+  // Refused before its digest is looked up: no line of the tokens file can make a header without a
+  // token count as one.
   if (token.empty()) {
     return absl::UnauthenticatedError(
         "the header `authorization` has no token: send Bearer TOKEN, or no such header");
@@ -315,6 +335,7 @@ Role Access::RoleOf(const Caller& caller, const std::function<Role(const Policy&
 }
 
 absl::Status Access::Refuse(const Caller& caller, absl::Status why) const {
+  // The line is made only when it is written, so a flood of refused calls costs little.
   refusals_->Happened([&](int64_t refused) {
     const std::string principal = OneLine(caller.principal_, kMostNameBytes);
     return absl::StrCat("refused ", refused, " calls, the last one ", caller.method_, " of ",

@@ -30,6 +30,8 @@ std::vector<int64_t> WatchedFiles::Marks() const {
     struct stat found = {};
     // All are zero for a file that is gone.
     static_cast<void>(stat(path.c_str(), &found));
+    // stat follows links, so a link that leads to another file by now is a change, too. st_ctim
+    // also shows another owner, which decides whether a file with secrets is taken.
     for (const int64_t mark :
          {static_cast<int64_t>(found.st_ino), static_cast<int64_t>(found.st_size),
           static_cast<int64_t>(found.st_mode), static_cast<int64_t>(found.st_mtim.tv_sec),
@@ -49,12 +51,16 @@ void WatchedFiles::Look() {
   if (has_changed && !is_settled) return;
   if (!has_changed && (pause_ == 0 || --looks_left_ > 0)) return;
   const absl::StatusOr<std::string> read = read_();
+  // Also after a failure: only a further change counts as one, and the pause brings the next
+  // attempt.
   seen_ = std::move(marks);
   if (read.ok()) {
     pause_ = 0;
     spdlog::info("read {} again: {}", name_, *read);
     return;
   }
+  // A new change is logged, and its pauses begin again. Later failures of the same files are
+  // silent.
   if (has_changed) {
     pause_ = 0;
     spdlog::error("cannot read {} again, and the old stays in force: {} (tried again by itself)",

@@ -28,6 +28,7 @@ constexpr absl::string_view kCertificate = "cert:";
 constexpr absl::string_view kUser = "user:";
 constexpr absl::string_view kToken = "token:";
 constexpr size_t kDigestDigits = 2 * std::tuple_size_v<TokenDigest>;
+// For the texts of one user's entry, which getpwnam_r(3) stores there.
 constexpr size_t kMostUserBytes = 16384;
 
 // The next word of `rest`, which loses it and the blanks around it.
@@ -47,12 +48,14 @@ std::string Quoted(absl::string_view text) {
 // A job's name in which some characters are *.
 bool IsJobPattern(absl::string_view pattern) {
   std::string name(pattern);
+  // So nothing gets through that fnmatch takes for special, but for the * itself.
   std::replace(name.begin(), name.end(), '*', 'x');
   return IsJobName(name);
 }
 
 absl::StatusOr<uint32_t> UidOf(absl::string_view user) {
   uint32_t uid = 0;
+  // A number needs no entry: in a container a user often has none.
   if (absl::SimpleAtoi(user, &uid)) return uid;
   passwd entry = {};
   passwd* found = nullptr;
@@ -67,9 +70,11 @@ absl::StatusOr<std::string> ParsePrincipal(absl::string_view text) {
   absl::string_view name = text;
   if (text == kEverybody) return std::string(text);
   if (absl::ConsumePrefix(&name, kUser)) {
+    // Kept as a number, which is what the system tells of a connection (UnixUsers).
     BALLAST_ASSIGN_OR_RETURN(const uint32_t uid, UidOf(name));
     return UserPrincipal(uid);
   }
+  // The rest of the line is the name: a common name may have blanks in it.
   if ((absl::ConsumePrefix(&name, kCertificate) || absl::ConsumePrefix(&name, kToken)) &&
       !name.empty()) {
     return std::string(text);
@@ -94,6 +99,8 @@ absl::Status ForEachLine(absl::string_view contents, const std::string& file,
 }  // namespace
 
 TokenDigest DigestOf(absl::string_view token) {
+  // It is computed for every call with a token. For random tokens, as `openssl rand -hex 32` makes
+  // them, a plain digest is enough: nobody can try them all.
   TokenDigest digest;
   SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
   return digest;
@@ -157,6 +164,7 @@ absl::Status Policy::AddToken(absl::string_view line) {
 
 std::optional<std::string> Policy::TokenWith(const TokenDigest& digest) const {
   const Token* found = nullptr;
+  // It does not end at the first that fits: the time must not tell which one that was.
   for (const Token& token : tokens_) {
     if (CRYPTO_memcmp(token.digest.data(), digest.data(), digest.size()) == 0) found = &token;
   }
@@ -167,6 +175,7 @@ std::optional<std::string> Policy::TokenWith(const TokenDigest& digest) const {
 Role Policy::Highest(absl::string_view principal,
                      const std::function<bool(const std::string& jobs)>& are_right) const {
   Role highest = Role::kNobody;
+  // A * means every caller that is known, and one without a name is not.
   if (principal.empty()) return highest;
   for (const Line& line : roles_) {
     if (line.principal != principal && line.principal != kEverybody) continue;
@@ -177,6 +186,7 @@ Role Policy::Highest(absl::string_view principal,
 
 Role Policy::RoleOf(absl::string_view principal, absl::string_view job) const {
   return Highest(principal, [name = std::string(job)](const std::string& jobs) {
+    // Names of jobs have no slash, and no dot in front, so fnmatch needs no flag for those.
     return fnmatch(jobs.c_str(), name.c_str(), FNM_NOESCAPE) == 0;
   });
 }

@@ -16,10 +16,12 @@
 namespace ballast::server {
 namespace {
 
+// How often gRPC reads the copies again. A FileWatch looks at the files themselves.
 constexpr unsigned int kReadEverySeconds = 1;
 
 // Where another reader of this process finds the file.
 std::string PathOf(const FileDescriptor& file) {
+  // Whoever opens this path gets an offset of their own, and reads from the beginning.
   return file ? absl::StrCat("/proc/self/fd/", file.number()) : std::string();
 }
 
@@ -57,6 +59,8 @@ absl::StatusOr<std::unique_ptr<Tls>> Tls::Open(const AccessOptions& options) {
 
 absl::Status Tls::ReadAgain() {
   if (!on()) return absl::OkStatus();
+  // All files are read and checked before the first copy is replaced: one that is wrong changes
+  // nothing.
   BALLAST_ASSIGN_OR_RETURN(const KeyPair pair,
                            ReadKeyPair(options_.tls_certificate, options_.tls_key));
   if (!options_.tls_client_ca.empty()) {

@@ -36,6 +36,7 @@ class UnixUsers::Names final : public grpc::AuthMetadataProcessor {
     return principal_;
   }
 
+  // Process does not wait, so gRPC may call it on its own threads.
   bool IsBlocking() const override { return false; }
   grpc::Status Process(const InputMetadata&, grpc::AuthContext* connection, OutputMetadata*,
                        OutputMetadata*) override {
@@ -54,8 +55,10 @@ class UnixUsers::Names final : public grpc::AuthMetadataProcessor {
 UnixUsers::UnixUsers(grpc::ServerBuilder& builder,
                      std::function<bool(const std::string& principal)> knows)
     : knows_(std::move(knows)) {
+  // gRPC takes acceptors only before its server is built, when no user has come yet.
   for (size_t i = 0; i < kMost; ++i) users_.push_back(AddUser(builder));
   others_ = AddUser(builder);
+  // No line of the roles can name it, since users are numbers there. Only * fits it.
   others_.names->Set("user:other");
 }
 
@@ -63,12 +66,14 @@ UnixUsers::OfUser UnixUsers::AddUser(grpc::ServerBuilder& builder) {
   OfUser user = {.names = std::make_shared<Names>(), .acceptor = {}};
   // They change nothing of what is sent.
   auto credentials = grpc::experimental::LocalServerCredentials(UDS);
+  // gRPC's insecure credentials take no processor; these do.
   credentials->SetAuthMetadataProcessor(user.names);
   user.acceptor = MakeAcceptor(builder, std::move(credentials));
   return user;
 }
 
 void UnixUsers::Take(int connection) {
+  // The user of the process that connected, as of then (unix(7)).
   ucred peer = {};
   socklen_t bytes = sizeof(peer);
   if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) {
@@ -79,6 +84,7 @@ void UnixUsers::Take(int connection) {
     if (users_[i].names->principal() == principal) return users_[i].acceptor(connection);
   }
   if (used_ == users_.size() || !knows_(principal)) return others_.acceptor(connection);
+  // The name is set before the connection goes on: its first call asks for it.
   users_[used_].names->Set(principal);
   users_[used_++].acceptor(connection);
 }

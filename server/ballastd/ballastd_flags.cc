@@ -106,6 +106,7 @@ namespace {
 
 absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
   if (text.empty()) return DefaultMemoryLimitBytes();
+  // They are tried in this order: the empty suffix fits every text, so it is the last one.
   constexpr struct {
     const char* suffix;
     double bytes;
@@ -114,6 +115,7 @@ absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
     absl::string_view number = text;
     if (!absl::ConsumeSuffix(&number, unit.suffix)) continue;
     double value = 0;
+    // Asked in this way, NaN is refused, too. Sums of a few sizes below 2^60 fit into an int64_t.
     if (!absl::SimpleAtod(number, &value) || !(value * unit.bytes >= 1) ||
         !(value * unit.bytes < 0x1p60)) {
       break;
@@ -125,6 +127,7 @@ absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
 }
 
 absl::Status CheckSeconds(absl::string_view flag, double seconds) {
+  // NaN is refused, too. A million seconds, 11 days, added to a clock's time do not overflow.
   if (seconds >= 0 && seconds <= 1e6) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("flag --", flag, ": ", seconds, " is not between 0 and 1000000 seconds"));
@@ -132,6 +135,7 @@ absl::Status CheckSeconds(absl::string_view flag, double seconds) {
 
 // One of "1000steps" and "10min" into what it says.
 absl::Status ParseInterval(absl::string_view text, CheckpointPolicy& policy) {
+  // They are tried in this order: "steps" ends with an s, too, so it comes before the seconds.
   constexpr struct {
     const char* suffix;
     double seconds;
@@ -197,7 +201,11 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   BallastdFlags flags;
   flags.upgrade = absl::GetFlag(FLAGS_upgrade);
   flags.check_state = absl::GetFlag(FLAGS_check_state);
+  // A program that is tried has the service's own arguments, and this one behind them
+  // (holder_table.h): all of them are checked.
   const bool is_of_trial = flags.check_state == kHeldState;
+  // These ask for the process id alone: flags and files that are meant for a service cannot make
+  // them fail.
   if (!flags.upgrade.empty() || (!flags.check_state.empty() && !is_of_trial)) return flags;
   flags.server.listen = absl::GetFlag(FLAGS_listen);
   flags.server.insecure = absl::GetFlag(FLAGS_insecure);
@@ -251,6 +259,7 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
     return absl::InvalidArgumentError(
         absl::StrCat("flag --threads: ", flags.threads, " is not between 0 and 4096"));
   }
+  // A process that may find jobs is not refused because a token has been revoked meanwhile.
   const bool is_new = !IsHeld() && flags.state_directory.empty();
   BALLAST_RETURN_IF_ERROR(Server::Check(flags.server, is_new));
   if (!flags.status.listen.empty()) {

@@ -83,6 +83,7 @@ const std::terminate_handler usual_end = std::get_terminate();
     say(error.what());
   } catch (...) {
   }
+  // Any other exception is a bug, and ends the process in the usual way.
   usual_end();
   std::abort();
 }
@@ -127,6 +128,7 @@ int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
     siginfo_t info = {};
     const int signal = sigtimedwait(&signals, &info, &interval);
     if (signal > 0 && IsForThisProcess(info, engine.named_memory() != nullptr)) return signal;
+    // EAGAIN: the interval is over. EINTR comes from a handler, such as that of thread_facts.cc.
     if (signal > 0 || errno != EAGAIN) continue;
     engine.ListJobs();  // Takes the lock that everything else takes.
     manager.KeepAlive();
@@ -232,6 +234,7 @@ ballast::server::ServiceHistory TakeOverJobs(ballast::Engine& engine,
                  1);
   }
   for (const std::string& line : taken.lost) spdlog::error("{}: {}", when, line);
+  // Not earlier: until now a file that was given up is still there, so the ends above lose nothing.
   if (directory != nullptr) directory->Settle();
   const bool any = !taken.back.empty() || !taken.lost.empty();
   return {.deaths = held == nullptr ? 0 : held->deaths(),
@@ -273,6 +276,7 @@ bool LeavesJobs(const BallastdFlags& flags) {
 // Returns the exit code; none if a job could not be saved: then the service goes on.
 std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
                                   const BallastdFlags& flags, ballast::server::HeldFiles* held) {
+  // First, so that probes say so for as long as it drains.
   server.SetServing(false);
   if (LeavesJobs(flags)) {
     server.Shutdown(/*grace_seconds=*/1);
@@ -286,8 +290,11 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
   for (const std::string& line : report.lost) spdlog::error("lost {}", line);
   if (!report.failed.empty()) {
     for (const std::string& line : report.failed) spdlog::error("not saved {}", line);
+    // Steps are taken again before probes are told that they are.
     engine.EndDrain();
     server.SetServing(true);
+    // Otherwise the holder would take this process's next end for the stop that was asked for, or
+    // send the signal again to the process after it.
     if (held != nullptr) held->StopRefused();
     return std::nullopt;
   }
@@ -305,9 +312,11 @@ std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Eng
                                            ballast::server::HeldFiles* held) {
   std::optional<int> exit_code;
   std::atomic<bool> drained = false;
+  // A save may take long. Meanwhile this thread answers signals and the service manager.
   std::thread drain([&, waiting = pthread_self()] {
     exit_code = DrainAndReport(engine, server, flags, held);
     drained = true;
+    // It is blocked, so it stays pending until that thread waits, and is not lost.
     pthread_kill(waiting, DrainedSignal());
   });
   while (!drained) {
@@ -353,6 +362,8 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);
+  // The holder needs a process without other threads, so it comes before everything that starts
+  // one.
   if (flags->has_holder && !ballast::server::IsHeld()) {
     return ballast::server::RunHolder(
         argv, {.most_deaths = flags->most_deaths, .holds_jobs = flags->state_directory.empty()});
@@ -360,6 +371,7 @@ int main(int argc, char** argv) {
   const auto held = ballast::server::HeldFiles::OfHolder();
   if (!held.ok()) return Fail(held.status(), 1);
   const auto last_log_lines = ballast::server::StartLog(flags->log_level);
+  // Before the manager, which may start a thread.
   const sigset_t signals = BlockStopSignals();
   auto manager = ballast::server::ServiceManager::FromEnvironment();
   if (!manager.ok()) return Fail(manager.status(), 2);
@@ -377,6 +389,8 @@ int main(int argc, char** argv) {
   }
   // What is held already is not among what there is left to take.
   const bool is_first = !memory.has_value() || memory->LeftBytes() == 0;
+  // In the place of a process that ran, with jobs or without, it starts although the directory of
+  // checkpoints or the status page will not do for now.
   const bool goes_on =
       !is_first || (*held != nullptr && ((*held)->deaths() > 0 || (*held)->is_upgrade()));
   const absl::Status may_begin = CheckCheckpoints(unsavable, goes_on, *flags);
@@ -407,6 +421,8 @@ int main(int argc, char** argv) {
       engine, {.settings = flags->settings, .history = history, .last_log_lines = last_log_lines});
   ballast::server::ServerOptions server_options = flags->server;
   server_options.more_services.push_back(&diagnostics);
+  // After jobs are back: a worker that returned earlier would be told that there is no such job,
+  // and give up.
   auto server = ballast::server::Server::Start(engine, server_options);
   if (!server.ok()) FailWithJobs(server.status(), 1);
   diagnostics.Describes(**server);
@@ -427,12 +443,14 @@ int main(int argc, char** argv) {
   spdlog::log(flags->server.insecure ? spdlog::level::warn : spdlog::level::info, "access: {}",
               (*server)->AccessLine());
   LogWhatOutlives(engine.named_memory(), directory->get());
+  // Last: an end before this counts as one more of a row, or gives up the upgrade (holder.h).
   if (*held != nullptr) (*held)->Ready(ballast::kKeptFormat);
 
   (*manager)->Ready(listening);
   std::optional<int> exit_code;
   while (!exit_code.has_value()) {
     const int signal = WaitForSignal(signals, engine, **manager, status_page);
+    // Left of a drain whose end was seen before its signal was taken.
     if (signal == DrainedSignal()) continue;
     LogDrain(signal, engine, *flags);
     (*manager)->Saving("saving all jobs");

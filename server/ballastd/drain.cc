@@ -24,6 +24,7 @@ void AbortUndecided(Job& job, const std::string& why, DrainReport& report) {
 void AwaitSaves(const Job& job, const std::string& folder, double seconds) {
   for (;;) {
     const std::vector<SaveProgress> saves = job.Status().saves;
+    // One that hangs on its disk must not hold up the end of the process for ever.
     const bool writes = std::any_of(saves.begin(), saves.end(), [&](const SaveProgress& save) {
       return save.directory == folder && save.seconds_since_progress <= seconds;
     });
@@ -51,6 +52,8 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
     return;
   }
   if (status.phase == JobPhase::kAwaitingWeights) return;  // It has no state yet.
+  // A save would be refused. To count that as failed would keep the service alive for a state that
+  // cannot be saved.
   if (status.phase == JobPhase::kBroken) {
     report.lost.push_back(absl::StrCat(at_step(status.committed_step), ": ", status.problem, "; ",
                                        LastSaved(engine, job)));
@@ -58,6 +61,7 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
   }
   const std::string folder = absl::StrCat(checkpoint_directory, "/", job.spec().name);
   AwaitSaves(job, folder, seconds);
+  // This thread may block: it does nothing but drain.
   const auto saved = Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
     job.Save({.folder = folder, .asked_for = false}, std::move(done));
   });
@@ -78,12 +82,14 @@ DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& chec
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                            std::chrono::duration<double>(seconds));
   if (!engine.Drain(seconds)) {
+    // Drain returns before the deadline where only steps are left that no rank is connected for.
     const std::string why =
         Clock::now() < deadline
             ? "had begun, and no worker is there to finish it"
             : absl::StrCat("had not been sealed by all ranks after ", seconds, " s");
     for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, why, report);
   }
+  // One job after the other: each save writes several files at once by itself.
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
     SaveOne(engine, *job, checkpoint_directory, seconds, report);
   }

@@ -23,6 +23,7 @@
 namespace ballast::server {
 namespace {
 
+// Abseil notes the file in which a flag is defined: that tells ours from those of libraries.
 constexpr char kDefinedIn[] = "ballastd_flags.cc";
 constexpr char kConfig[] = "config";
 constexpr char kVariablePrefix[] = "BALLASTD_";
@@ -114,10 +115,12 @@ absl::StatusOr<std::vector<Setting>> OfCommandLine(const std::vector<std::string
     std::string value(has_value ? name.substr(equals + 1) : "");
     name = name.substr(0, equals);
     absl::CommandLineFlag* flag = FindFlag(name);
+    // A switch alone means true; it never takes the next word as its value.
     if (flag != nullptr && !has_value && flag->IsOfType<bool>()) {
       value = "true";
       has_value = true;
     }
+    // --noinsecure is --insecure=false, as Abseil has it. A flag of that whole name comes first.
     absl::string_view without = name;
     if (flag == nullptr && !has_value && absl::ConsumePrefix(&without, "no")) {
       flag = FindFlag(without);
@@ -129,6 +132,7 @@ absl::StatusOr<std::vector<Setting>> OfCommandLine(const std::vector<std::string
       return absl::InvalidArgumentError(
           absl::StrCat("unknown flag '", arguments[i], "'", LikeIt(name)));
     }
+    // Any other flag takes the next word, whatever that begins with.
     if (!has_value && ++i < arguments.size()) {
       value = arguments[i];
       has_value = true;
@@ -145,6 +149,8 @@ absl::StatusOr<std::vector<Setting>> OfCommandLine(const std::vector<std::string
 
 std::vector<Setting> OfEnvironment() {
   std::vector<Setting> settings;
+  // Only variables of flags are asked for. Others may begin so, too: Kubernetes sets BALLASTD_PORT
+  // where a Service has that name.
   for (const auto& [name, flag] : Flags()) {
     const std::string variable = absl::StrCat(kVariablePrefix, absl::AsciiStrToUpper(name));
     const char* const value = std::getenv(variable.c_str());
@@ -162,6 +168,7 @@ absl::StatusOr<Setting> OfLine(absl::string_view line, const std::string& where)
     return absl::InvalidArgumentError(absl::StrCat(where, ": expected KEY = VALUE"));
   }
   absl::CommandLineFlag* const flag = FindFlag(key);
+  // A file names no other file.
   if (flag == nullptr || flag->Name() == kConfig) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ": there is no key '", key, "'", LikeIt(key)));
@@ -174,7 +181,10 @@ absl::StatusOr<Setting> OfLine(absl::string_view line, const std::string& where)
 absl::StatusOr<std::vector<Setting>> OfFile(const std::string& path) {
   std::vector<Setting> settings;
   if (path.empty()) return settings;
+  // Whoever can write it decides who may do what, so nobody but its owner may.
   BALLAST_ASSIGN_OR_RETURN(const std::string contents, ReadCredentialFile(path, Others::kMayRead));
+  // On the command line the last one counts. In a file, where the two may be far apart, it is a
+  // mistake.
   std::set<absl::CommandLineFlag*> given;
   int number = 0;
   for (const absl::string_view each : absl::StrSplit(contents, '\n')) {
@@ -226,6 +236,8 @@ absl::Status SetFlags(const std::vector<std::string>& arguments) {
   const std::vector<Setting> environment = OfEnvironment();
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Setting> file,
                            OfFile(ConfigFile(environment, command_line)));
+  // The last one that sets a flag counts. Those before it are set all the same, so that a bad value
+  // is found wherever it stands.
   for (const auto* settings : {&file, &environment, &command_line}) {
     for (const Setting& setting : *settings) BALLAST_RETURN_IF_ERROR(Set(setting));
   }

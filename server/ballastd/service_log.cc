@@ -13,9 +13,11 @@
 namespace ballast::server {
 namespace {
 
+// Together about 1 MiB at most.
 constexpr size_t kLastLines = 256;
 constexpr size_t kMostLineBytes = 4096;
 
+// Everything that anyone logs passes the formatter, for each sink.
 class OneLineFormatter final : public spdlog::formatter {
  public:
   void format(const spdlog::details::log_msg& message, spdlog::memory_buf_t& to) override {
@@ -41,6 +43,7 @@ std::function<std::vector<std::string>()> StartLog(const std::string& level) {
                                          last_lines};
   spdlog::set_default_logger(std::make_shared<spdlog::logger>("ballastd", sinks));
   spdlog::set_formatter(std::make_unique<OneLineFormatter>());
+  // from_str takes a name that it does not know for "off". ParseBallastdFlags lets none through.
   spdlog::set_level(spdlog::level::from_str(level));
   return [last_lines] { return last_lines->last_formatted(); };
 }

@@ -39,6 +39,7 @@ absl::StatusOr<FileDescriptor> Connect(const std::string& text) {
   name.sun_family = AF_UNIX;
   std::memcpy(name.sun_path, text.data(), text.size());
   if (text[0] == '@') name.sun_path[0] = '\0';
+  // Not the whole structure: in an abstract address zeros at the end would count, too (unix(7)).
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + text.size());
   FileDescriptor socket_fd(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!socket_fd ||
@@ -62,6 +63,7 @@ absl::StatusOr<std::unique_ptr<ServiceManager>> ServiceManager::FromEnvironment(
   }
   std::unique_ptr<ServiceManager> manager(new ServiceManager(std::move(connected)));
   const std::string microseconds = FromEnvironmentOr("WATCHDOG_USEC", "");
+  // WATCHDOG_PID is not asked for: it names the parent, in whose place this process reports.
   if (address.empty() || microseconds.empty()) return manager;
   int64_t watchdog = 0;
   if (!absl::SimpleAtoi(microseconds, &watchdog) || watchdog < kTicks) {
@@ -70,6 +72,7 @@ absl::StatusOr<std::unique_ptr<ServiceManager>> ServiceManager::FromEnvironment(
                      " or more; correct or unset it where this process is started"));
   }
   const absl::Duration tick = absl::Microseconds(watchdog) / kTicks;
+  // So about three calls in a row have to be missing before the thread ends the process.
   manager->keep_alive_interval_ = std::min(manager->keep_alive_interval_, 2 * tick);
   manager->Send(kAlive);
   manager->watch_.emplace("tell-manager", absl::ToChronoNanoseconds(tick),
@@ -82,6 +85,7 @@ void ServiceManager::Watch() {
     MutexLock lock(mutex_);
     if (silent_ticks_.has_value() && ++*silent_ticks_ >= kMostSilentTicks) {
       std::fprintf(stderr, "ballastd: the service is stuck, and ends to be started again\n");
+      // exit would run destructors, which may wait for what is stuck.
       std::abort();
     }
   }
@@ -89,6 +93,7 @@ void ServiceManager::Watch() {
 }
 
 void ServiceManager::Ready(absl::string_view status) {
+  // This sets silent_ticks_ for the first time: from now on silence counts.
   KeepAlive();
   Send(absl::StrCat("READY=1\nSTATUS=", status));
 }
@@ -122,6 +127,7 @@ void ServiceManager::KeepAlive() {
 // A manager that receives nothing acts on that; here there is nothing to do about it.
 void ServiceManager::Send(const std::string& message) {
   if (!socket_) return;
+  // MSG_DONTWAIT: a manager that does not read must not hold up the service.
   while (send(socket_.number(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
          errno == EINTR) {
   }

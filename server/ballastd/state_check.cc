@@ -80,8 +80,11 @@ int CheckHeldState(const BallastdFlags& flags) {
       !status.ok()) {
     return Fail(status, 2);
   }
+  // Of this process's own copies of the descriptors: what is taken or closed here stays with the
+  // holder and with the service.
   NamedMemory memory(**held);
   const FileDescriptor lock = memory.TakeFile(StateDirectory::kLockName);
+  // The names of a job's memory begin with its uid and a slash (named_memory.h).
   const bool holds_jobs = absl::c_any_of(
       memory.Left(), [](const std::string& name) { return name.find('/') == kJobUidCharacters; });
   const absl::Status same = StateDirectory::CheckSame(lock, holds_jobs, flags.state_directory);
@@ -97,9 +100,12 @@ int CheckHeldState(const BallastdFlags& flags) {
     }
   }
   std::vector<Address> others;
+  // It has a value: ParseBallastdFlags has parsed it, too.
   if (!flags.status.listen.empty()) others = {HttpServer::ParseListen(flags.status).value()};
   const absl::Status addresses = Server::CheckNewAddresses(flags.server, others, memory);
   if (!addresses.ok()) return Fail(addresses, 1);
+  // Last, and beside the exit code: another program could end with 0, too, and has looked at
+  // nothing.
   (*held)->CanTakeOver();
   return 0;
 }

@@ -13,11 +13,13 @@
 namespace ballast::server {
 namespace {
 
+// Doubled after each attempt that fails.
 constexpr absl::Duration kFirstPause = absl::Seconds(5);
 constexpr absl::Duration kLongestPause = absl::Minutes(5);
 
 void LogWhoMayLook(const std::string& url, const Access& access) {
   const bool by_certificate = !access.options().tls_client_ca.empty();
+  // Peers come over TCP, where nobody is a user of this host: roles of users do not count here.
   if (access.has_tokens() || by_certificate) {
     spdlog::info("metrics and the status page at {} take {} of a viewer", url,
                  !by_certificate       ? "the token"
@@ -52,6 +54,7 @@ void StatusPage::StartLater(const absl::Status& why) {
 }
 
 void StatusPage::Show(Engine& engine, const Server& server, const ServiceHistory& history) {
+  // Kept for a server that KeepTrying starts later.
   show_ = [this, &engine, &server, history] {
     server_->Show(engine, server, history);
     LogWhoMayLook(server_->url(), server.access());
@@ -60,6 +63,7 @@ void StatusPage::Show(Engine& engine, const Server& server, const ServiceHistory
 }
 
 void StatusPage::KeepTrying(absl::Time now) {
+  // In the infinite future where it has started, or is not wanted.
   if (now < next_try_) return;
   if (const absl::Status started = Start(); started.ok()) {
     next_try_ = absl::InfiniteFuture();

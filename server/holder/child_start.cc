@@ -16,9 +16,11 @@ namespace {
 [[noreturn]] void Become(const ChildStart& start, pid_t holder) {
   // Dies with its parent, and with it goes what was held.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // The holder may have died before that call, which then sends nothing.
   if (getppid() != holder) _exit(1);
   // A terminal's signals reach the holder alone, which passes them on once.
   setpgid(0, 0);
+  // The program finds them under these numbers, which are in the table.
   for (const HeldFile& file : start.table->files) {
     if (file.descriptor != 0) fcntl(file.descriptor, F_SETFD, 0);
   }
@@ -29,6 +31,7 @@ namespace {
   fcntl(start.table_file, F_SETFD, 0);
   fcntl(start.socket, F_SETFD, 0);
   fcntl(start.program, F_SETFD, 0);  // What interprets a script opens it again.
+  // This may allocate: the holder has one thread, so no lock was held when it forked.
   char numbers[32];
   std::snprintf(numbers, sizeof(numbers), "%d,%d", start.socket, start.table_file);
   setenv(kHolderVariable, numbers, 1);
@@ -42,6 +45,7 @@ namespace {
 }  // namespace
 
 pid_t StartHeldChild(const ChildStart& start) {
+  // Asked before fork: the child's getppid may already be another process.
   const pid_t holder = getpid();
   const pid_t child = fork();
   if (child == 0) Become(start, holder);

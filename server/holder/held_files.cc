@@ -61,6 +61,8 @@ absl::StatusOr<std::unique_ptr<HeldFiles>> HeldFiles::OfHolder() {
   int table_file = -1;
   const bool are_numbers = numbers.size() == 2 && absl::SimpleAtoi(numbers[0], &socket) &&
                            absl::SimpleAtoi(numbers[1], &table_file);
+  // Read by itself first: it alone has the same place in every version, and the rest of the table
+  // may be of another size.
   uint32_t protocol = 0;
   if (are_numbers && pread(table_file, &protocol, sizeof(protocol), 0) == sizeof(protocol) &&
       protocol != kHolderProtocol) {
@@ -79,11 +81,13 @@ absl::StatusOr<std::unique_ptr<HeldFiles>> HeldFiles::OfHolder() {
   std::map<std::string, FileDescriptor> kept;
   for (const HeldFile& file : table.files) {
     if (file.descriptor == 0) continue;
+    // The flag was taken away only for the start of this program (child_start.cc).
     fcntl(file.descriptor, F_SETFD, FD_CLOEXEC);
     kept.emplace(file.name, FileDescriptor(file.descriptor));
   }
   const std::unique_ptr<void, void (*)(void*)> unmapped(
       mapped, [](void* at) { munmap(at, sizeof(HolderTable)); });
+  // Only the holder keeps it open: that is how upgrade.cc knows a holder.
   const FileDescriptor closed(table_file);
   fcntl(socket, F_SETFD, FD_CLOEXEC);
   // For ps and top. The parent alone is called ballastd: killall and pidof find it, and what it is
@@ -99,19 +103,25 @@ HeldFiles::HeldFiles(FileDescriptor socket, const HolderTable& table,
       is_upgrade_(table.is_upgrade != 0),
       deaths_(table.deaths),
       kept_(std::move(kept)) {
+  // The holder has them until they are dropped, so they count.
   for (const auto& [name, file] : kept_) held_.insert(name);
 }
 
 absl::Status HeldFiles::Keep(const std::string& name, int descriptor) {
+  // Held while it sends, so that the holder gets what is kept and what is dropped in the order in
+  // which held_ changed.
   MutexLock lock(mutex_);
   if (name.size() > kMaxKeptName) {
     return absl::InvalidArgumentError(absl::StrCat("the name ", name, " is too long to be kept"));
   }
+  // The holder answers nothing. So it is counted here, and the holder always has a place.
   if (held_.size() >= kMostHeld) {
     return absl::ResourceExhaustedError(
         absl::StrCat("the holder has ", held_.size(), " descriptors, as many as it takes"));
   }
   held_.insert(name);
+  // Once sent it is safe, without an answer: if this process dies, the message stays in the socket
+  // with its descriptor, and the holder reads it before it starts the next process.
   if (!Send(socket_.number(), {.kind = HolderMessage::Kind::kKeep}, name, descriptor)) {
     const int error = errno;
     held_.erase(name);
@@ -135,6 +145,7 @@ std::map<std::string, FileDescriptor> HeldFiles::TakeKept() {
 void HeldFiles::KeptIn(uint32_t format) {
   MutexLock lock(mutex_);
   kept_format_ = format;
+  // The message means that this process is ready. If it is not yet, Ready will say this format.
   if (ready_format_ != 0) SayFormat();
 }
 
@@ -145,6 +156,7 @@ void HeldFiles::Ready(uint32_t state_format) {
 }
 
 void HeldFiles::SayFormat() {
+  // The later of the two formats: whoever takes over must read both.
   Send(socket_.number(), {.kind = HolderMessage::Kind::kReady,
                           .state_format = std::max(ready_format_, kept_format_)});
 }

@@ -42,6 +42,7 @@ Hangup WhatAHangupMeans() {
   struct sigaction hangup = {};
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler == SIG_IGN) return Hangup::kIgnored;  // nohup.
+  // It can be opened only by a process that has a terminal.
   const int terminal = open("/dev/tty", O_RDONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
   if (terminal < 0) return Hangup::kUpgrade;
   close(terminal);
@@ -56,6 +57,7 @@ bool IsThisProgram(const char* path) {
 }
 
 bool IsOfAJob(const HeldFile& file) {
+  // kJobUidCharacters, which is in a folder that this one may not include.
   return file.descriptor != 0 && std::strchr(file.name, '/') == file.name + 32;
 }
 
@@ -79,6 +81,8 @@ class Holder {
   void PauseAfter(int deaths);
   void Pause(int milliseconds);
   // The longest pause.
+  // With any number of deaths, as tests and benchmarks have it that kill on purpose, it stays
+  // short.
   int RetryMs() const { return options_.most_deaths == 0 ? kPauseMs : kLongestPauseMs; }
   bool HoldsJobs() const;
 
@@ -128,6 +132,8 @@ bool Holder::Prepare() {
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);
   hangup_ = WhatAHangupMeans();
+  // Read from a descriptor, so that no handler runs between two statements. A child inherits the
+  // block, also through exec: what it is sent before it waits for signals stays pending.
   sigset_t all;
   sigemptyset(&all);
   for (const int number : {SIGTERM, SIGINT, SIGHUP, SIGCHLD}) sigaddset(&all, number);
@@ -137,6 +143,7 @@ bool Holder::Prepare() {
 }
 
 bool Holder::FindProgram() {
+  // Made now, because later the holder allocates nothing.
   for (char** word = argv_; *word != nullptr; ++word) trial_argv_.push_back(*word);
   static char argument[sizeof(kTrialArgument)];
   std::memcpy(argument, kTrialArgument, sizeof(argument));
@@ -149,6 +156,8 @@ bool Holder::FindProgram() {
   } else if (readlink("/proc/self/exe", path_, sizeof(path_) - 1) < 0) {
     return false;
   }
+  // After a death this file is started again, whatever lies at its path: only an upgrade changes
+  // it.
   program_ = open("/proc/self/exe", O_PATH | O_CLOEXEC);
   return program_ >= 0;
 }
@@ -165,6 +174,7 @@ bool Holder::StartChild() {
                            .table_file = table_file_,
                            .socket = ends[1]});
   table_->child = child_;
+  // With this copy open the end of the child's would never show.
   close(ends[1]);
   socket_ = ends[0];
   return child_ > 0;
@@ -206,11 +216,13 @@ void Holder::ReadMessages() {
     const ssize_t bytes = recvmsg(socket_, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0) return;
+    // The child has closed its end. Were this one kept, poll would not wait any more.
     if (bytes == 0) {
       close(socket_);
       socket_ = -1;
       return;
     }
+    // Where this process may have no more descriptors, the message comes without its own.
     int descriptor = -1;
     const cmsghdr* const part = CMSG_FIRSTHDR(&header);
     if (part != nullptr && part->cmsg_type == SCM_RIGHTS) {
@@ -219,6 +231,7 @@ void Holder::ReadMessages() {
     message.name[kHeldNameBytes - 1] = '\0';
     switch (message.kind) {
       case HolderMessage::Kind::kKeep:
+        // Not 0, which marks a free place in the table.
         if (descriptor > 0) {
           Keep(message, descriptor);
         } else {
@@ -253,11 +266,13 @@ void Holder::ReadSignals() {
   signalfd_siginfo info = {};
   while (read(signals_, &info, sizeof(info)) == sizeof(info)) {
     const int number = static_cast<int>(info.ssi_signo);
+    // Of the child or of a trial, and several may have become one: AwaitEnd asks for both.
     if (number == SIGCHLD) {
       child_ended_ = true;
       continue;
     }
     if (number == SIGHUP) {
+      // Only sigqueue gives a signal this code: a terminal and `kill` do not.
       const bool is_asked = info.ssi_code == SI_QUEUE && info.ssi_int == kUpgradeAsked;
       const bool upgrades = is_asked || hangup_ == Hangup::kUpgrade;
       // The one under way may have opened a program that has been replaced since.
@@ -268,6 +283,7 @@ void Holder::ReadSignals() {
     // The child may have refused the stop before this one: forgetting that must not forget this.
     if (socket_ >= 0) ReadMessages();
     stopping_ = number;
+    // None is there in a pause, and kill takes 0 and -1 for many processes.
     if (child_ > 0) kill(child_, number);
   }
 }
@@ -275,16 +291,21 @@ void Holder::ReadSignals() {
 int Holder::AwaitEnd() {
   for (;;) {
     if (trial_.Ended()) EndTrial();
+    // Only beside a child that serves: it has said in which format it keeps jobs, which a trial
+    // looks at.
     if (upgrade_ == Upgrade::kAsked && ready_at_ > 0 && !trial_.running()) TryProgram();
     pollfd waits[] = {{.fd = signals_, .events = POLLIN, .revents = 0},
                       {.fd = socket_, .events = POLLIN, .revents = 0},
                       {.fd = trial_.output(), .events = POLLIN, .revents = 0}};
+    // It only waits: nothing that is read below blocks, so what it returns does not matter. A
+    // descriptor of -1 is passed over.
     poll(waits, 3, trial_.running() ? trial_.milliseconds_left() : -1);
     if (socket_ >= 0) ReadMessages();
     ReadSignals();
     if (!child_ended_) continue;
     child_ended_ = false;
     int status = 0;
+    // The signal may have been of a trial, or the child was only stopped.
     if (waitpid(child_, &status, WNOHANG) != child_) continue;
     child_ = 0;
     // All that it had handed over before it died.
@@ -315,6 +336,7 @@ void Holder::EndTrial() {
     trial_.GiveUp();
     return EndUpgrade(why_not);
   }
+  // Kept until the new one serves: GoBack may need it.
   program_before_ = program_;
   program_ = trial_.TakeProgram();
   // At whatever instant: what it leaves is taken over as after a death.
@@ -351,6 +373,7 @@ bool Holder::HoldsJobs() const {
 
 void Holder::PauseAfter(int deaths) {
   if (deaths < 2) return;
+  // The inner bound only keeps the shift from overflowing.
   Pause(std::min(kPauseMs << std::min(deaths - 2, 10), RetryMs()));
 }
 
@@ -372,10 +395,14 @@ int Holder::Run() {
       PauseAfter(++failures);
       continue;
     }
+    // The signal came while there was no child, or the child before was killed while it stopped.
     if (stopping_ != 0) kill(child_, stopping_);
     const int status = AwaitEnd();
     const bool by_itself = WIFEXITED(status);
+    // One that was killed may not have saved its jobs: it is started again, and gets the signal
+    // again. After a second SIGTERM the child ends by itself, with a code.
     if (by_itself && stopping_ != 0) return WEXITSTATUS(status);
+    // However it ended: by that SIGKILL, or otherwise just before.
     if (upgrade_ == Upgrade::kReplacing) {  // No death.
       upgrade_ = Upgrade::kStarting;
       deaths = 0;
@@ -385,6 +412,7 @@ int Holder::Run() {
       GoBack();
       continue;
     }
+    // Nothing is lost with it, and who started the service should get the code of a wrong start.
     if (by_itself && !HoldsJobs()) return WEXITSTATUS(status);
     if (by_itself && ready_at_ == 0) {  // No full disk, say, is worth the end of jobs.
       std::fprintf(stderr,

@@ -33,6 +33,7 @@ bool Trial::Start(const char* path, ChildStart start) {
   said_[0] = '\0';
   int ends[2] = {-1, -1};
   int pipe_ends[2] = {-1, -1};
+  // Opened once, so that TakeProgram gives the file that was tried, whatever lies at the path then.
   program_ = open(path, O_PATH | O_CLOEXEC);
   const bool made = program_ >= 0 &&
                     socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0 &&
@@ -44,6 +45,7 @@ bool Trial::Start(const char* path, ChildStart start) {
     pid_ = StartHeldChild(start);
   }
   const int error = errno;
+  // With these copies open, output and socket would not end with the program.
   Close(ends[1]);
   Close(pipe_ends[1]);
   socket_ = ends[0];
@@ -59,10 +61,13 @@ bool Trial::Start(const char* path, ChildStart start) {
 }
 
 int Trial::milliseconds_left() const {
+  // Rounded up, so that poll does not return again and again just before the deadline.
   return std::max(0, static_cast<int>(1e3 * (deadline_ - SteadySeconds())) + 1);
 }
 
 void Trial::Read() {
+  // Only the first line that is not empty is kept. The rest is read, too: a full pipe would stop
+  // the program.
   char some[256];
   ssize_t bytes = 0;
   while ((bytes = read(output_, some, sizeof(some))) > 0) {
@@ -77,6 +82,7 @@ void Trial::Read() {
 // What it has said itself says more.
 void Trial::SayEnd(const char* how, int number) {
   said_[said_bytes_] = '\0';
+  // The line that the holder or who asked prints begins so already.
   constexpr char kItself[] = "ballastd: ";
   if (std::strncmp(said_, kItself, sizeof(kItself) - 1) == 0) {
     std::memmove(said_, said_ + sizeof(kItself) - 1, sizeof(said_) - sizeof(kItself) + 1);
@@ -92,11 +98,15 @@ bool Trial::Ended() {
   int status = 0;
   const bool is_late = SteadySeconds() >= deadline_;
   if (is_late) kill(pid_, SIGKILL);
+  // After SIGKILL its end comes without its help, and is waited for.
   if (waitpid(pid_, &status, is_late ? 0 : WNOHANG) != pid_) return false;
   pid_ = 0;
+  // What it wrote between the look above and its end.
   if (output_ >= 0) Read();
   HolderMessage message = {};
   const ssize_t bytes = recv(socket_, &message, sizeof(message), MSG_DONTWAIT);
+  // An exit code of 0 alone proves nothing, for any program may end so; nor does the message, if
+  // the program failed after it.
   has_passed_ = !is_late && bytes == sizeof(message) &&
                 message.kind == HolderMessage::Kind::kCanTakeOver && WIFEXITED(status) &&
                 WEXITSTATUS(status) == 0;

@@ -31,9 +31,11 @@ using MappedTable = std::unique_ptr<const HolderTable, void (*)(const HolderTabl
 // Of which link in /proc the table is behind.
 absl::StatusOr<std::string> FindTable(pid_t holder) {
   const std::string process = absl::StrCat("process ", holder);
+  // For another user's process it says EPERM; then the folder below cannot be read, either.
   if (kill(holder, 0) != 0 && errno == ESRCH) {
     return absl::NotFoundError(absl::StrCat("there is no ", process));
   }
+  // What memfd_create(2) shows there. The kernel adds " (deleted)", so the blank ends the name.
   const std::string wanted = absl::StrCat("/memfd:", kHolderFile, " ");
   const std::string folder = absl::StrCat("/proc/", holder, "/fd");
   std::string table;
@@ -57,12 +59,14 @@ absl::StatusOr<std::string> FindTable(pid_t holder) {
 absl::StatusOr<MappedTable> OpenTable(pid_t holder) {
   BALLAST_ASSIGN_OR_RETURN(const std::string path, FindTable(holder));
   const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // Of another version only this has a known place.
   uint32_t protocol = 0;
   if (!file || pread(file.number(), &protocol, sizeof(protocol), 0) != sizeof(protocol)) {
     return absl::PermissionDeniedError(absl::StrCat("cannot read what process ", holder,
                                                     " says of itself: ", std::strerror(errno)));
   }
   struct stat facts = {};
+  // A look beyond the end of a file that is mapped would end this process by SIGBUS.
   const bool is_whole =
       fstat(file.number(), &facts) == 0 && facts.st_size >= static_cast<off_t>(sizeof(HolderTable));
   if (protocol != kHolderProtocol || !is_whole) {
@@ -100,15 +104,19 @@ absl::StatusOr<uint32_t> StateFormatOf(pid_t holder) {
 
 absl::StatusOr<std::string> Upgrade(pid_t holder, double seconds) {
   BALLAST_ASSIGN_OR_RETURN(const MappedTable table, OpenTable(holder));
+  // Before the signal: if it is even, the next upgrade opens its program after this, whoever asked
+  // for it.
   const uint32_t before = Load(table->upgrades);
   // With one under way, which may have opened an earlier program, the next one is meant.
   const uint32_t after = before + (before % 2 == 0 ? 2 : 3);
   const int child_before = table->child;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  // With a number, because a plain SIGHUP may mean a terminal that has closed.
   if (sigqueue(holder, SIGHUP, {.sival_int = kUpgradeAsked}) != 0) {
     return absl::PermissionDeniedError(
         absl::StrCat("cannot signal process ", holder, ": ", std::strerror(errno)));
   }
+  // A difference is right also where the count has begun again at 0.
   while (static_cast<int32_t>(Load(table->upgrades) - after) < 0) {
     if (kill(holder, 0) != 0 && errno == ESRCH) {
       return absl::AbortedError(absl::StrCat("process ", holder, " has ended; see its log"));
@@ -120,6 +128,7 @@ absl::StatusOr<std::string> Upgrade(pid_t holder, double seconds) {
     }
     std::this_thread::sleep_for(kLookEvery);
   }
+  // This and what follows was stored before the count rose, which Load has acquired.
   if (table->has_upgraded == 0) {
     return absl::AbortedError(
         absl::StrCat("not upgraded, and the service goes on as it was: ", table->why_not));

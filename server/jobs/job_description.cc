@@ -89,6 +89,8 @@ bool SkipBytes(CodedInputStream& in, int& length) {
 // Entry number `index` of its list.
 bool MeasureEntry(CodedInputStream& in, const EntryKind& kind, int64_t index,
                   DescriptionSize& size) {
+  // The longest varint (Protobuf's encoding): a packed list has at least a tenth as many numbers as
+  // it has bytes.
   constexpr int64_t kMostNumberBytes = 10;
   int length = 0;
   if (!in.ReadVarintSizeAsInt(&length)) return false;
@@ -115,6 +117,7 @@ bool MeasureEntry(CodedInputStream& in, const EntryKind& kind, int64_t index,
         absl::StrCat(kind.what, " ", index, " has more than ", kMaxDimensions,
                      " dimensions or placements; give it fewer")));
   }
+  // The loop also ends at a tag of 0, which no message has.
   if (!in.ConsumedEntireMessage()) return false;
   in.PopLimit(outer);
   return true;
@@ -124,7 +127,10 @@ bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
   static const size_t kMostNameBytes = proto::JobName(std::string(kMaxJobNameBytes, 'j')).size();
   uint32_t bytes = 0;
   if (!in.ReadVarint32(&bytes)) return false;
+  // Lengths are signed 32-bit numbers to Protobuf.
   if (static_cast<int32_t>(bytes) < 0) return false;
+  // A field that comes more than once is merged into one description, so all that come count
+  // together, here and below.
   size.bytes += bytes;
   const CodedInputStream::Limit outer = in.PushLimit(static_cast<int>(bytes));
   while (const uint32_t tag = in.ReadTag()) {
@@ -139,6 +145,7 @@ bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
     }
     int64_t* const count = size.CountOf(field);
     if (count != nullptr) ++*count;
+    // A partition is a few numbers, in which there is nothing to measure.
     if (count != nullptr && IsBytes(tag) && field != v1::Job::kPartitionsFieldNumber) {
       if (!MeasureEntry(in, KindOf(field), *count - 1, size)) return false;
     } else if (!WireFormatLite::SkipField(&in, tag)) {
@@ -213,6 +220,7 @@ absl::Status TooMany(absl::string_view what, int64_t count, int64_t most) {
 int64_t MostBytesToRead(const DescriptionSize& size, int64_t fields) {
   constexpr int64_t kBytesOfByte = 24;  // A dimension of one byte becomes eight, three times.
   constexpr int64_t kBytesOfField = 96;
+  // Their fields are in the terms below.
   const int64_t known = size.parameters + size.groups + size.partitions;
   return kBytesOfByte * size.bytes + kBytesOfField * std::max<int64_t>(fields - known, 0) +
          1024 * (size.parameters + size.groups) + 256 * size.partitions;
@@ -270,6 +278,7 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                    " at most; make it of fewer"));
   }
   BALLAST_RETURN_IF_ERROR(size.entries);
+  // This reads all bytes once more, so it comes after what is cheaper to refuse.
   const int64_t fields = FieldsOf(create_request, *v1::CreateJobRequest::descriptor(), kMostFields);
   if (fields > kMostFields) return TooMany("fields", fields, kMostFields);
   const int64_t bytes = MostBytesToRead(size, fields);
@@ -288,6 +297,8 @@ absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_reque
   DescriptionSize size;
   if (!Measure(attach_request, kAttachJobField, size)) return NotA("AttachWorkerRequest");
   BALLAST_RETURN_IF_ERROR(size.entries);
+  // Bounds for the parser alone. Whether it is the job's description is said by Job::Attach, which
+  // names the first difference.
   const auto check = [&](absl::string_view what, int64_t there, int64_t here) {
     if (there <= here) return absl::OkStatus();
     return absl::FailedPreconditionError(absl::StrCat(

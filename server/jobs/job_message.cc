@@ -154,6 +154,7 @@ size_t LongestName(const JobSpec& spec) {
   return bytes;
 }
 
+// All that AddRanks sets, as large as it can be; what is added there is to be added here.
 v1::RankProgress LargestRank(size_t name_bytes) {
   v1::RankProgress rank;
   rank.set_rank(kLongest);
@@ -174,6 +175,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   return rank;
 }
 
+// The same of StepMessage.
 v1::StepRecord LargestRecord(const JobSpec& spec) {
   constexpr size_t kReasonBytes = 256;  // In addition to the name of a parameter.
   const size_t name_bytes = LongestName(spec);
@@ -209,6 +211,7 @@ size_t LargestMessageBytes(const JobSpec& spec) {
   constexpr size_t kOthersBytes = 2048;
   // Of saves that are under way, of a checkpoint that was found, and of one of which a load did not
   // end: the path of a directory has at most 4096 bytes.
+  // Saves that were asked for and others have kMostSaves each.
   constexpr size_t kPathsBytes = (2 * kMostSaves + 2) * (4096 + 128);
   v1::Job message = proto::ToProto(spec);
   for (v1::Parameter& parameter : *message.mutable_parameters()) {
@@ -220,6 +223,7 @@ size_t LargestMessageBytes(const JobSpec& spec) {
     group.set_parameter_count(kLongest);
     group.set_trainable_elements(kLongest);
   }
+  // Nobody has checked the description yet: this is what the caller says.
   const size_t ranks = std::clamp(spec.layout.world_size, 0, kMaxWorldSize);
   const size_t rank_bytes = LargestRank(LongestName(spec)).ByteSizeLong() + kEntryBytes;
   const size_t record_bytes = LargestRecord(spec).ByteSizeLong() + kEntryBytes;
@@ -257,6 +261,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   AddSpeculation(status, *message.mutable_speculation());
   AddRanks(status, message);
   AddSaves(status, message);
+  // Who has to mend a broken job needs to know what it can go on from.
   if (status.phase == JobPhase::kBroken) AddFoundCheckpoint(engine, job, message);
   AddGroups(job, status, message);
   for (const StepRecord& record : status.recent_steps) {

@@ -119,6 +119,7 @@ v1::ListJobsResponse List(const Engine& engine, const Caller& caller, const std:
   response.set_memory_limit_bytes(engine.memory().limit_bytes());
   size_t page_bytes = 0;
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+    // Jobs come by name, so a page goes on behind a name even if that job is closed by now.
     if (!after.empty() && job->spec().name <= after) continue;
     if (!caller.MayUse(job->spec().name)) continue;
     v1::Job message = ToMessage(engine, *job, /*with_parameters=*/false);
@@ -146,6 +147,7 @@ grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext* con
 void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request) {
   absl::StatusOr<JobSpec> spec = [&]() -> absl::StatusOr<JobSpec> {
     BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, request));
+    // The caller can only be checked after parsing: the name is a part of the description.
     BALLAST_ASSIGN_OR_RETURN(JobSpec made, SpecOf(request));
     BALLAST_RETURN_IF_ERROR(call.caller().Check(made.name));
     return made;
@@ -223,9 +225,11 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
     BALLAST_ASSIGN_OR_RETURN(const std::string name, NameOfJobToAttach(bytes));
     Parsed all;
     BALLAST_ASSIGN_OR_RETURN(all.job, FindJob(engine_, call.caller(), name));
+    // The job bounds what a worker may say of it, so it has to be found before that is parsed.
     BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*all.job, bytes));
     BALLAST_ASSIGN_OR_RETURN(all.request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));
     BALLAST_ASSIGN_OR_RETURN(all.attach, FromMessage(all.request));
+    // `attach` has it now. It may be large, and the request is kept until the answer is made.
     all.request.clear_job();
     return all;
   }();
@@ -304,6 +308,7 @@ grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext* c
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* JobService::TraceJob(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
+  // If there is no memory for it, gRPC ends the call as interceptors.cc says.
   return new TraceCall(engine_, pools_, *context, access_.Admit(*context, "JobService.TraceJob"),
                        *request);
 }

@@ -13,6 +13,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "payloads are little-endian");
 
+// 256 KiB of fp32.
 constexpr int64_t kElementsPerMessage = 64 << 10;
 
 absl::StatusOr<Plane> FromProto(v1::Plane plane) {
@@ -54,6 +55,7 @@ absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Ca
     return absl::InvalidArgumentError(
         absl::StrCat(request_.name(), " is frozen and has no state here"));
   }
+  // The Done may end the call, and gRPC delete it, before TakeSnapshot has returned.
   const std::shared_ptr<Job> job = parameter_.job;
   EndsWith(engine, caller, *job);
   PendingCall::Start<Snapshot>(

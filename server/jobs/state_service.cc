@@ -97,6 +97,8 @@ absl::StatusOr<v1::ListCheckpointsResponse> Page(
   std::string last;
   for (const FoundCheckpoint& each : found) {
     v1::Checkpoint checkpoint = ToProto(each, names);
+    // The list is not in the order of names, so a page goes on behind the place where the name
+    // stands.
     if (!is_behind) {
       is_behind = checkpoint.name() == after;
       continue;
@@ -232,8 +234,10 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
   std::string after = request.page_token();
   if (all) {
     look.from_folder = FolderOf(after);
+    // Each index is read for the list, so not more folders than a page needs.
     look.enough = kPageCheckpoints;
     if (absl::EndsWith(after, kWholeFolder)) {  // From the next one on.
+      // A zero byte behind a name makes the smallest text above it.
       look.from_folder.push_back('\0');
       after.clear();
     }
@@ -255,6 +259,8 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
         };
         BALLAST_ASSIGN_OR_RETURN(v1::ListCheckpointsResponse page,
                                  Page(found, engine_.checkpoints(), after, may_see));
+        // All that was found is in this page, but the look has ended because it was enough: there
+        // may be more folders.
         if (all && page.next_page_token().empty() && found.size() >= kPageCheckpoints) {
           page.set_next_page_token(absl::StrCat(
               FolderOf(ToProto(found.back(), engine_.checkpoints()).name()), kWholeFolder));

@@ -14,6 +14,7 @@ constexpr uint32_t kMostTracedSteps = 1000;
 
 // When a trace must end for its answer to arrive in the caller's time.
 std::chrono::steady_clock::time_point TraceEnd(std::chrono::system_clock::time_point deadline) {
+  // A call without a deadline has the end of time for one.
   const auto given = std::min<std::chrono::system_clock::duration>(
       deadline - std::chrono::system_clock::now(), std::chrono::hours(1));
   return std::chrono::steady_clock::now() + given - given / 10;
@@ -41,6 +42,7 @@ absl::Status TraceCall::Start(const Engine& engine, CallPools& pools, const Call
     return absl::InvalidArgumentError(
         absl::StrCat("a trace of ", steps, " steps; ask for 1 to ", kMostTracedSteps));
   }
+  // After all that can be refused at once: from here on the call takes a thread of few.
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.traces.Enter());
   Keep(std::move(place));
   EndsWith(engine, caller, *job);

@@ -10,6 +10,7 @@ UnaryCall* UnaryCall::StartRaw(absl::StatusOr<Caller> caller, CallPool& pool, Wi
   auto* const call = new UnaryCall(pool, wire);
   const absl::Status started = Guarded([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(caller.status());
+    // Before the place, so that End can audit a call for which there is none.
     call->caller_ = *std::move(caller);
     BALLAST_ASSIGN_OR_RETURN(call->place_, pool.Enter());
     pool.Run([call, work = std::move(work)] { call->Work(work); });
@@ -34,6 +35,7 @@ void UnaryCall::End(const absl::Status& status) {
     unread_bytes_ = bytes;
     place_.reset();
   }
+  // All that is done here comes before Finish, after which gRPC may delete the call.
   watched_->PeerMustAct();
   Finish(EndOf(status));
 }

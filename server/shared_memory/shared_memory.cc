@@ -38,6 +38,7 @@ bool HugePagesAreGiven() {
 // pages. Allocating then makes sure that no page is missing: it fails with an error, a later fault
 // with a signal.
 absl::Status Back(int file_descriptor, std::byte* memory, int64_t bytes) {
+  // The advice succeeds also where the system gives shared memory no huge pages.
   if (madvise(memory, bytes, MADV_HUGEPAGE) != 0 || !HugePagesAreGiven()) {
     spdlog::debug("{} bytes of shared memory without huge pages; see {}", bytes, kHugePageSetting);
   }
@@ -64,6 +65,7 @@ absl::StatusOr<std::shared_ptr<SharedMemory>> SharedMemory::Create(
     RankMemoryLayout places, MemoryBudget::Reservation reservation) {
   const int64_t bytes = places.size_bytes();
   if (bytes == 0) return absl::InvalidArgumentError("a rank without chunks shares no memory");
+  // Without MFD_ALLOW_SEALING a memory file takes no seals (memfd_create(2)).
   const int file_descriptor = memfd_create("ballast-rank-memory", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (file_descriptor < 0) return NoRoom(bytes, "memfd_create");
   if (ftruncate(file_descriptor, bytes) != 0) {
@@ -84,6 +86,8 @@ absl::StatusOr<std::shared_ptr<SharedMemory>> SharedMemory::Create(
   if (absl::Status backed = Back(file_descriptor, memory->memory_, bytes); !backed.ok()) {
     return backed;
   }
+  // A peer that could make the file shorter would end this process with SIGBUS at its next access
+  // (mmap(2)). F_SEAL_SEAL keeps the peer from adding others, such as one against writing.
   if (fcntl(file_descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return absl::InternalError(absl::StrCat("cannot seal shared memory: ", std::strerror(errno)));
   }
@@ -98,6 +102,7 @@ absl::StatusOr<std::shared_ptr<SharedMemory>> SharedMemory::CreateNamed(
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<NamedArena> arena, memory.CreateShared(name, bytes));
   const int file = arena->file_descriptor();
   std::byte* const data = arena->data();
+  // Pages and seals are there already (NamedMemory::CreateShared).
   return std::shared_ptr<SharedMemory>(
       new SharedMemory(std::move(places), std::move(reservation), file, data, std::move(arena)));
 }
@@ -112,6 +117,7 @@ SharedMemory::SharedMemory(RankMemoryLayout places, MemoryBudget::Reservation re
       memory_(memory) {}
 
 SharedMemory::~SharedMemory() {
+  // An arena unmaps its memory and closes its file by itself.
   if (arena_ == nullptr) munmap(memory_, places_.size_bytes());
   if (peer_is_done_) {
     fallocate(file_descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,

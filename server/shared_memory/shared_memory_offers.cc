@@ -34,6 +34,7 @@ std::optional<std::string> SharedMemoryOffers::Add(const std::shared_ptr<Job>& j
   if (found != open_.end() && found->second.claim.holder.generation > holder.generation) {
     return std::nullopt;
   }
+  // The offer before it ends: a process that has been replaced must not get memory of the rank.
   open_.insert_or_assign(key, Offer{.token = token,
                                     .claim = {.job = job, .holder = std::move(holder)},
                                     .expires = now + lifetime_});
@@ -45,6 +46,7 @@ std::optional<SharedMemoryOffers::Claim> SharedMemoryOffers::Take(absl::string_v
   MutexLock lock(mutex_);
   DropDead(now);
   auto match = open_.end();
+  // To the end also behind a match: the time must not tell where that was.
   for (auto offer = open_.begin(); offer != open_.end(); ++offer) {
     if (Equal(token, offer->second.token.data(), offer->second.token.size())) match = offer;
   }
@@ -60,7 +62,10 @@ bool SharedMemoryOffers::MakeRoom(const std::string& uid) {
   const auto most =
       std::max_element(counts.begin(), counts.end(),
                        [](const auto& a, const auto& b) { return a.second < b.second; });
+  // Nothing is taken from a job that would then have fewer than this one; otherwise two jobs could
+  // take offers from each other without an end.
   if (most == counts.end() || most->second <= counts[uid] + 1) return false;
+  // All are valid equally long, so the oldest expires first.
   auto oldest = open_.end();
   for (auto offer = open_.begin(); offer != open_.end(); ++offer) {
     if (offer->first.first != most->first) continue;

@@ -46,6 +46,7 @@ struct Grant {
 };
 
 bool OfSameRank(const SharedMemoryOffers::Claim& a, const SharedMemoryOffers::Claim& b) {
+  // By owner, which can be compared also when the jobs are gone.
   return !a.job.owner_before(b.job) && !b.job.owner_before(a.job) && a.holder.rank == b.holder.rank;
 }
 
@@ -91,6 +92,7 @@ absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim, const NamedBy& 
   BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation reservation, job->ReserveRankMemory(rank));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<SharedMemory> memory,
                            MakeMemory(*job, rank, std::move(reservation), named));
+  // May wait, too, for a decision and update under way.
   const absl::Status given =
       OrOutOfMemory([&] { return job->GiveRankMemory(claim.holder, memory); });
   if (!given.ok()) {
@@ -138,6 +140,7 @@ class Mailbox {
   // Adds to `done`. False: the server is to be closed.
   bool Take(FinishedList& done) {
     uint64_t count = 0;
+    // Before the list is taken: what is put in after that makes the event readable again.
     while (read(event_.number(), &count, sizeof(count)) < 0 && errno == EINTR) continue;
     MutexLock lock(mutex_);
     done.splice(done.end(), done_);
@@ -147,6 +150,8 @@ class Mailbox {
  private:
   void Wake() {
     const uint64_t one = 1;
+    // It could only fail because the count is full, and then the event is readable anyway
+    // (eventfd(2)).
     while (write(event_.number(), &one, sizeof(one)) < 0 && errno == EINTR) continue;
   }
 
@@ -243,11 +248,13 @@ void Reception::Round() {
   DropSilent(now);
   std::vector<pollfd> waits = {{.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0}};
   std::vector<uint64_t> numbers = {0};
+  // While nothing can be accepted the listener would be readable all the time.
   if (now >= closed_until_) {
     waits.push_back({.fd = listener_.number(), .events = POLLIN, .revents = 0});
     numbers.push_back(0);
   }
   for (const auto& [number, peer] : peers_) {
+    // The others have a helper, or wait for one. Whether they have gone shows when it is done.
     if (peer.state != Peer::State::kSilent && peer.state != Peer::State::kServed) continue;
     waits.push_back({.fd = peer.connection.number(), .events = POLLIN, .revents = 0});
     numbers.push_back(number);
@@ -304,6 +311,7 @@ void Reception::Accept() {
 
 void Reception::MakeRoomForSilent() {
   if (silent_ < limits_.silent_peers) return;
+  // In the order of arrival: the first is the oldest.
   for (const auto& [number, peer] : peers_) {
     if (peer.state == Peer::State::kSilent) return Refuse(number, "too many connections");
   }
@@ -331,6 +339,7 @@ void Reception::Serve(uint64_t number, const std::string& token) {
   }
   Peer& peer = peers_.at(number);
   peer.claim = *std::move(claim);
+  // A rank has one offer at a time, so this claim is the later one.
   for (const uint64_t other : OthersOfRank(number)) {
     if (peers_.at(other).state == Peer::State::kParked) {
       Refuse(other, "a later worker has attached");
@@ -358,8 +367,10 @@ void Reception::MakeIfAlone(uint64_t number) {
   for (const uint64_t other : others) {
     if (peers_.at(other).state == Peer::State::kServed) Leave(other);
   }
+  // Those that leave, or whose memory is being made, end in FinishFirst, which comes back here.
   if (!others.empty()) return;
   Peer& peer = peers_.at(number);
+  // With its node, so that telling of the end takes no memory (Mailbox::Put).
   const auto done = std::make_shared<FinishedList>(1);
   makers_.Run([&mailbox = mailbox_, done, number, claim = peer.claim, named = named_] {
     done->front().peer = number;
@@ -396,6 +407,7 @@ void Reception::Leave(uint64_t number) {
   Peer& peer = peers_.at(number);
   spdlog::debug("process {} has given up its shared memory", peer.process);
   const auto done = std::make_shared<FinishedList>(1);
+  // The task has a copy of the grant: if there is no memory for it, the peer still has its own.
   takers_.Run([&mailbox = mailbox_, done, number, grant = *peer.grant]() mutable {
     done->front().peer = number;
     (void)RunsInMemory([&] { TakeBack(std::move(grant)); });
@@ -409,8 +421,11 @@ void Reception::Leave(uint64_t number) {
 void Reception::FinishFirst() {
   Finished& done = finished_.front();
   const uint64_t number = done.peer;
+  // While a helper works for a peer, the peer is erased nowhere but here.
   Peer& peer = peers_.at(number);
   const SharedMemoryOffers::Claim claim = peer.claim;
+  // Each case takes `done` out once it can no longer fail for want of memory: a round that breaks
+  // off before does it again.
   if (peer.state == Peer::State::kLeaving) {
     peers_.erase(number);
     finished_.pop_front();
@@ -425,12 +440,15 @@ void Reception::FinishFirst() {
     peer.grant = *std::move(done.grant);
     finished_.pop_front();
     spdlog::debug("process {} shares memory for rank {}", peer.process, claim.holder.rank);
+    // The peer may have gone while its memory was made. If there is no memory for Leave, the next
+    // round sees that the connection has ended.
     if (!SendGrant(peer.connection, peer.grant->memory->file_descriptor())) Leave(number);
   }
   MakeForParked(claim);
 }
 
 void Reception::DropSilent(Clock::time_point now) {
+  // Collected first, because Refuse erases from peers_.
   std::vector<uint64_t> late;
   for (const auto& [number, peer] : peers_) {
     if (peer.state == Peer::State::kSilent && peer.silent_until <= now) late.push_back(number);

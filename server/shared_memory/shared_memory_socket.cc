@@ -22,6 +22,8 @@ socklen_t MakeAbstractAddress(const std::string& name, sockaddr_un& address) {
   address = {};
   address.sun_family = AF_UNIX;
   if (name.size() + 1 > sizeof(address.sun_path)) return 0;
+  // A zero byte in front makes the name abstract: it has no file, and is gone with its socket. It
+  // ends where the size says, not with a zero (unix(7)).
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
@@ -57,6 +59,7 @@ AcceptResult AcceptPeer(const FileDescriptor& listener, FileDescriptor& peer) {
 int ProcessOf(const FileDescriptor& peer) {
   ucred credentials = {};
   socklen_t size = sizeof(credentials);
+  // For the log only: who may have memory is decided by the token.
   if (getsockopt(peer.number(), SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0) return 0;
   return credentials.pid;
 }
@@ -73,8 +76,10 @@ Received ReceiveToken(const FileDescriptor& peer, std::string& token) {
   } while (size < 0 && errno == EINTR);
   if (size < 0)
     return errno == EAGAIN || errno == EWOULDBLOCK ? Received::kNothing : Received::kEnd;
+  // More bytes than a token has, or descriptors with it.
   const bool whole = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0;
   if (!whole) return Received::kJunk;
+  // An empty message reads the same. No client of the protocol sends one.
   if (size == 0) return Received::kEnd;
   if (size != sizeof(bytes)) return Received::kJunk;
   token.assign(bytes, sizeof(bytes));
@@ -84,6 +89,7 @@ Received ReceiveToken(const FileDescriptor& peer, std::string& token) {
 bool SendGrant(const FileDescriptor& peer, int memory_file) {
   char granted = proto::kSharedMemoryGranted;
   iovec place = {.iov_base = &granted, .iov_len = sizeof(granted)};
+  // Aligned, and of a size that has room for padding, as cmsg(3) asks.
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message = {};
   message.msg_iov = &place;
@@ -97,6 +103,7 @@ bool SendGrant(const FileDescriptor& peer, int memory_file) {
   std::memcpy(CMSG_DATA(header), &memory_file, sizeof(int));
   ssize_t sent = 0;
   do {
+    // Nothing has been sent before, so there is room in the socket.
     sent = sendmsg(peer.number(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
   } while (sent < 0 && errno == EINTR);
   return sent == sizeof(granted);

@@ -24,6 +24,8 @@ constexpr size_t kMostFileBytes = 16384;
 // The beginning of a file; empty if it cannot be read.
 std::string ReadSome(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
+  // Files of /proc do not say how large they are; that of a host with many processors (cpuinfo) is
+  // cut.
   std::string text(kMostFileBytes, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(file.gcount()));
@@ -70,6 +72,7 @@ absl::StatusOr<v1::ServiceDescription> DiagnosticsService::Describe(const Caller
   if (process_.last_log_lines) {
     for (std::string& line : process_.last_log_lines()) response.add_log_lines(std::move(line));
   }
+  // Of all jobs, because the caller is an operator of all, as checked above.
   response.set_metrics(MetricsText(engine_, *server_.load(), process_.history));
   for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
     (*response.mutable_gates())[job->spec().name] = job->Status().gate;
@@ -81,6 +84,7 @@ absl::StatusOr<v1::ServiceDescription> DiagnosticsService::Describe(const Caller
 grpc::ServerUnaryReactor* DiagnosticsService::DescribeService(grpc::CallbackServerContext* context,
                                                               const grpc::ByteBuffer* request,
                                                               grpc::ByteBuffer* response) {
+  // The service is registered before its server starts, so a call may come before Describes.
   const Server* const server = server_;
   if (server == nullptr) {
     grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();

@@ -100,9 +100,11 @@ bool TrustClientsOf(SSL_CTX* tls, const std::string& authorities) {
   const Bytes bytes = BytesOf(authorities);
   while (const Certificate next = NextIn(bytes)) {
     if (X509_STORE_add_cert(SSL_CTX_get_cert_store(tls), next.get()) != 1) return false;
+    // The client is sent these names, and chooses its certificate by them.
     SSL_CTX_add_client_CA(tls, next.get());
   }
   ERR_clear_error();
+  // Asks for a certificate; without SSL_VERIFY_FAIL_IF_NO_PEER_CERT there need be none.
   SSL_CTX_set_verify(tls, SSL_VERIFY_PEER, nullptr);
   // An authority that another has signed is enough, as for gRPC's connections.
   X509_STORE_set_flags(SSL_CTX_get_cert_store(tls), X509_V_FLAG_PARTIAL_CHAIN);
@@ -123,6 +125,7 @@ absl::StatusOr<HttpTls> ReadHttpTls(const AccessOptions& options) {
   SSL_CTX_set_session_cache_mode(tls.get(), SSL_SESS_CACHE_OFF);
   SSL_CTX_set_num_tickets(tls.get(), 0);
   SSL_CTX_set_options(tls.get(), SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
+  // Otherwise a Write would have to take all of its text, and be repeated with the very same one.
   SSL_CTX_set_mode(tls.get(), SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
   if (!Use(tls.get(), pair)) {
     return absl::InvalidArgumentError(
@@ -144,6 +147,8 @@ HttpConnection::~HttpConnection() { SSL_free(session_); }
 void HttpConnection::LimitReads() {
   BIO* const reads = SSL_get_rbio(session_);
   BIO_set_callback_arg(reads, reinterpret_cast<char*>(&bytes_left_));
+  // OpenSSL calls it before each operation, with 1 as the result, and after it, with the
+  // operation's own. The same BIO writes, too: what is no read passes as it is.
   BIO_set_callback_ex(
       reads,
       [](BIO* bio, int operation, const char*, size_t, int, long,  // NOLINT
@@ -159,6 +164,7 @@ void HttpConnection::LimitReads() {
 
 absl::StatusOr<HttpConnection::Needs> HttpConnection::NeedsOfTls(int result) const {
   const int why = SSL_get_error(session_, result);
+  // Asked before the others, because OpenSSL does not know why LimitReads refused it a read.
   if (bytes_left_ == 0) return absl::ResourceExhaustedError("the peer sends too much");
   if (why == SSL_ERROR_WANT_READ) return Needs::kRead;
   if (why == SSL_ERROR_WANT_WRITE) return Needs::kWrite;
@@ -175,10 +181,13 @@ absl::StatusOr<HttpConnection::Needs> HttpConnection::Open() {
     }
     LimitReads();
   }
+  // SSL_get_error looks at this thread's queue of errors, which has to be empty before each
+  // operation (SSL_get_error(3)); other connections use the thread, too.
   ERR_clear_error();
   const int result = SSL_accept(session_);
   if (result == 1) return Needs::kNothing;
   if (ERR_GET_REASON(ERR_peek_last_error()) == SSL_R_HTTP_REQUEST) {
+    // The session has read the request already: what is left is to answer without TLS.
     SSL_free(std::exchange(session_, nullptr));
     ERR_clear_error();
     return absl::FailedPreconditionError("the peer speaks HTTP without TLS");
@@ -193,6 +202,7 @@ absl::StatusOr<HttpConnection::Moved> HttpConnection::Read(char* buffer, size_t 
     const int result = SSL_read_ex(session_, buffer, bytes, &read);
     if (result == 1) return Moved{.bytes = read};
     const absl::StatusOr<Needs> needs = NeedsOfTls(result);
+    // By close_notify: as the end of a plain connection.
     if (absl::IsOutOfRange(needs.status())) return Moved{};
     if (!needs.ok()) return needs.status();
     return Moved{.needs = *needs};
@@ -231,6 +241,8 @@ void HttpConnection::End() {
 }
 
 HttpConnection::Needs HttpConnection::Discard() {
+  // A socket that is closed before all has been read resets the connection, and the peer may lose
+  // the answer (RFC 9112, 9.6). With TLS, too, nothing of it is looked at.
   std::array<char, 4096> rest;
   while (discarded_ < kMostDiscardedBytes) {
     const ssize_t read = recv(socket_.number(), rest.data(), rest.size(), 0);
@@ -250,6 +262,7 @@ std::string HttpConnection::peer() const {
 }
 
 std::optional<std::string> HttpConnection::certificate_name() const {
+  // The result is X509_V_OK also where no certificate was shown; that is asked below.
   if (session_ == nullptr || SSL_get_verify_result(session_) != X509_V_OK) return std::nullopt;
   const Certificate shown(SSL_get1_peer_certificate(session_), X509_free);
   if (shown == nullptr) return std::nullopt;

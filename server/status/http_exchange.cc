@@ -14,6 +14,7 @@ namespace {
 using std::chrono::seconds;
 
 // For a handshake, a whole request, a whole answer, and for the peer to end after it.
+// In the order of HttpExchange::Part.
 constexpr std::array<seconds, 4> kPatience = {seconds(2), seconds(2), seconds(20), seconds(1)};
 
 // The page loads nothing from anywhere else, and no other page may show it or read it.
@@ -50,6 +51,7 @@ const char* TextOf(int code) {
 }
 
 std::string ToText(const HttpAnswer& answer, bool with_body) {
+  // 405 has to name what is allowed, and 401 how to say who asks (RFC 9110, 15.5).
   return absl::StrCat("HTTP/1.1 ", answer.code, " ", TextOf(answer.code), "\r\n",
                       "Content-Type: ", answer.content_type,
                       "\r\nContent-Length: ", answer.body.size(), "\r\nConnection: close\r\n",
@@ -68,10 +70,12 @@ HttpExchange::HttpExchange(FileDescriptor socket, HttpTls tls)
 void HttpExchange::Begin(Part part) {
   part_ = part;
   deadline_ = Clock::now() + kPatience[static_cast<size_t>(part)];
+  // The peer sees the end now. The connection stays until the peer has ended, too (Discard).
   if (part == Part::kEnding) connection_.End();
 }
 
 void HttpExchange::BeginAnswer(const HttpAnswer& answer, bool with_body) {
+  // HEAD gets the head of GET, with the length of the body that does not come (RFC 9110, 9.3.2).
   text_ = ToText(answer, with_body);
   Begin(Part::kAnswering);
 }
@@ -94,6 +98,7 @@ HttpConnection::Needs HttpExchange::Proceed(const Answerer& answer) {
         needs = connection_.Discard();
         break;
     }
+    // A part that needs nothing, and has begun no other one, has ended the exchange.
     if (needs != Needs::kNothing || part_ == part) return needs;
   }
 }
@@ -114,6 +119,7 @@ HttpConnection::Needs HttpExchange::Open() {
 }
 
 HttpConnection::Needs HttpExchange::Ask(const Answerer& answer) {
+  // It reads until nothing is left: epoll does not tell of bytes that OpenSSL has read already.
   std::array<char, 4096> buffer;
   while (true) {
     const absl::StatusOr<HttpConnection::Moved> read =
@@ -137,6 +143,7 @@ HttpConnection::Needs HttpExchange::Ask(const Answerer& answer) {
     }
     request->peer = peer();
     request->certificate_name = connection_.certificate_name();
+    // It may take seconds, without any lock; the deadline for sending it begins afterwards.
     BeginAnswer(answer(*request), request->method != "HEAD");
     return Needs::kNothing;
   }

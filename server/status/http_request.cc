@@ -14,9 +14,11 @@
 namespace ballast::server {
 namespace {
 
+// A lone line feed ends no line here; a server may take it, and need not (RFC 9112, 2.2).
 constexpr absl::string_view kEndOfHead = "\r\n\r\n";
 
 // Letters, digits and signs, as names of methods and headers have them.
+// RFC 9110, 5.6.2.
 bool IsToken(absl::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
     return absl::ascii_isgraph(c) && !absl::StrContains("\"(),/:;<=>?@[\\]{}", char(c));
@@ -71,11 +73,14 @@ absl::Status ParseHeader(absl::string_view line, HttpRequest& request) {
   const bool has_control = std::any_of(pair.second.begin(), pair.second.end(), [](unsigned char c) {
     return absl::ascii_iscntrl(c) && c != '\t';
   });
+  // IsToken also refuses a blank before the colon and a line that goes on the one before: proxies
+  // read those differently (RFC 9112, 5).
   if (!IsToken(pair.first) || pair.first.size() == line.size() || has_control) {
     return absl::InvalidArgumentError("a header is not NAME: VALUE");
   }
   const std::string value(absl::StripAsciiWhitespace(pair.second));
   if (absl::EqualsIgnoreCase(pair.first, "host")) {
+    // An error (RFC 9112, 3.2): HttpServer checks one name, and a proxy might go by the other.
     if (request.host.has_value()) return absl::InvalidArgumentError("there are two hosts");
     request.host = value;
   } else if (absl::EqualsIgnoreCase(pair.first, "authorization")) {

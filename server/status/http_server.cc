@@ -63,6 +63,7 @@ absl::Status CheckOpenness(const Address& address, const HttpOptions& options) {
 }
 
 uint32_t EventsFor(Needs needs) {
+  // EPOLLONESHOT: until Await is called again no other thread gets an event of this exchange.
   return (needs == Needs::kWrite ? EPOLLOUT : EPOLLIN) | EPOLLONESHOT;
 }
 
@@ -124,6 +125,7 @@ HttpServer::Impl::~Impl() {
 absl::Status HttpServer::Impl::StartThreads() {
   events = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
   stop = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  // It is never read, and not EPOLLONESHOT: once written to, it wakes every thread.
   epoll_event event = {.events = EPOLLIN, .data = {.u64 = kStop}};
   if (!events || !stop || epoll_ctl(events.number(), EPOLL_CTL_ADD, stop.number(), &event) != 0) {
     return absl::UnavailableError("no file descriptors are left; see to ulimit -n");
@@ -147,6 +149,8 @@ void HttpServer::Impl::Run() {
       waits_for_peers = !visits.empty();
     }
     epoll_event event = {};
+    // Without exchanges nothing can be late. A new one is of a peer that has spoken, so it wakes a
+    // thread, which looks from then on.
     const int wait = waits_for_peers ? static_cast<int>(kLookEvery.count()) : -1;
     const int count = epoll_wait(events.number(), &event, 1, wait);
     if (count > 0 && event.data.u64 == kStop) return;
@@ -179,6 +183,7 @@ void HttpServer::Impl::Take(FileDescriptor connection) {
   auto exchange = std::make_unique<HttpExchange>(std::move(connection), tls);
   if (visits.size() >= kMostExchanges) {
     const auto chosen = ChooseToDrop();
+    // Threads have them all; there are fewer threads, so this does not happen.
     if (chosen == visits.end()) return;
     dropped = std::move(chosen->second.exchange);
     visits.erase(chosen);
@@ -196,6 +201,7 @@ void HttpServer::Impl::GoOn(uint64_t number) {
     MutexLock lock(mutex);
     const auto visit = visits.find(number);
     if (visit == visits.end()) return;  // It was dropped in between.
+    // It is not null: no other thread gets an event of it before Await below.
     exchange = std::move(visit->second.exchange);
   }
   Needs needs = Needs::kNothing;
@@ -203,6 +209,8 @@ void HttpServer::Impl::GoOn(uint64_t number) {
   (void)RunsInMemory([&] {
     needs = exchange->Proceed([this](const HttpRequest& request) { return Answer(request); });
   });
+  // It is found, because what a thread has is not dropped. From Await on another thread may be
+  // woken for it: the lock makes that one wait until the exchange is back in its place.
   MutexLock lock(mutex);
   const auto visit = visits.find(number);
   if (needs == Needs::kNothing || !Await(number, exchange->socket(), needs, EPOLL_CTL_MOD)) {
@@ -243,6 +251,7 @@ HttpAnswer HttpServer::Impl::Answer(const HttpRequest& request) const {
 }
 
 bool HttpServer::Impl::IsOwnName(const std::optional<std::string>& host) const {
+  // DNS rebinding. Only a browser can be misled so, and every browser sends a host.
   if (!local || !options.access.tls_certificate.empty() || !host.has_value()) return true;
   const std::string name = host->substr(0, host->find(':'));
   in_addr v4;
@@ -252,6 +261,7 @@ bool HttpServer::Impl::IsOwnName(const std::optional<std::string>& host) const {
 
 absl::StatusOr<std::string> HttpServer::Impl::ReadTlsAgain() {
   BALLAST_ASSIGN_OR_RETURN(HttpTls read, ReadHttpTls(options.access));
+  // Connections that there are go on with the one before, which they share.
   MutexLock lock(mutex);
   tls = std::move(read);
   return options.access.tls_certificate;

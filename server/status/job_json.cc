@@ -53,6 +53,7 @@ json StepsJson(const std::vector<StepRecord>& steps) {
   for (const StepRecord& record : steps) {
     columns["step"].push_back(record.outcome.step);
     columns["applied"].push_back(record.outcome.decision.apply);
+    // JSON has neither NaN nor infinity: the library writes null for them.
     columns["norm"].push_back(record.outcome.decision.norm);
     columns["clip"].push_back(record.outcome.decision.clip_coefficient);
     columns["gathering"].push_back(Rounded(record.times.gathering));
@@ -65,6 +66,7 @@ json StepsJson(const std::vector<StepRecord>& steps) {
       columns["skip_reasons"][std::to_string(record.outcome.step)] = record.outcome.skip_reason;
     }
   }
+  // Of the last step alone: in each there may be as many as the job has parameters.
   if (!steps.empty()) columns["unused_parameters"] = steps.back().outcome.unused_parameters;
   return columns;
 }
@@ -86,6 +88,7 @@ json RankJson(int rank, const RankProgress& progress, bool awaited) {
 
 json RanksJson(const JobStatus& status) {
   std::vector<bool> awaited(status.ranks.size());
+  // Awaited ranks come first, others fill the room that is left; then all are in their order again.
   std::vector<int> order = AwaitedRanks(status);
   for (const int rank : order) awaited[rank] = true;
   for (int rank = 0; rank < static_cast<int>(awaited.size()); ++rank) {
@@ -142,6 +145,7 @@ json GroupsJson(const Job& job, const JobStatus& status) {
   for (size_t p = 0; p < job.spec().layout.parameters.size(); ++p) {
     const ParameterSpec& parameter = job.spec().layout.parameters[p];
     ++parameters[parameter.group];
+    // Of a frozen parameter the service has no elements (layout.h).
     if (parameter.trainable) {
       elements[parameter.group] += job.layout().place(static_cast<int>(p)).elements;
     }
@@ -166,6 +170,7 @@ json CheckpointJson(const Engine& engine, const Job& job) {
 json GlanceJson(const Job& job, const JobStatus& status) {
   std::vector<int> awaited = AwaitedRanks(status);
   const size_t awaited_ranks = awaited.size();
+  // How many there are in all is in awaited_ranks.
   awaited.resize(std::min(awaited.size(), kMostAwaited));
   const auto attached = std::count_if(status.ranks.begin(), status.ranks.end(),
                                       [](const RankProgress& rank) { return rank.attached; });
@@ -231,6 +236,7 @@ json ServiceJson(const Engine& engine, const Server& server, const ServiceHistor
 }
 
 json JobJson(const Engine& engine, const Job& job) {
+  // One copy, made under the job's lock: all that is taken from it is of one instant.
   const JobStatus status = job.Status();
   json to = GlanceJson(job, status);
   to["max_norm"] = status.recent_steps.empty() ? 0 : status.recent_steps.back().voted.max_norm;

@@ -60,6 +60,8 @@ class Families {
  private:
   ClientMetric& Add(const std::string& name, const char* help, MetricType type,
                     const Labels& labels) {
+    // The text format has all samples of a family together, and jobs come one after the other: so
+    // each sample is put where its family is.
     const auto [found, is_new] = places_.try_emplace(name, families_.size());
     // A family's help is that of its first sample; others may leave it empty.
     if (is_new) families_.push_back({.name = name, .help = help, .type = type, .metric = {}});
@@ -192,6 +194,7 @@ void AddSteps(const std::string& job, const JobStatus& status, Families& to) {
            static_cast<double>(status.generation.count));
   to.Gauge("ballast_generation_epoch", "Rises whenever the job's name gets another owner.", of_job,
            static_cast<double>(status.generation.epoch));
+  // Before the first decided step these have no value, and 0 would be a wrong one.
   if (status.recent_steps.empty()) return;
   const StepRecord& last = status.recent_steps.back();
   to.Gauge("ballast_gradient_norm", "Norm of the last decided step's gradient.", of_job,
@@ -295,6 +298,7 @@ void AddSaves(const Job& job, const JobStatus& status, const CheckpointDirectory
 
 void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to) {
   const std::string& name = job.spec().name;
+  // One copy, made under the job's lock: all that is taken from it is of one instant.
   const JobStatus status = job.Status();
   // A series for each phase, so that an alert names a phase and knows no numbers.
   for (const JobPhase phase : kJobPhases) {
@@ -326,6 +330,7 @@ std::string MetricsText(const Engine& engine, const Server& server, const Servic
   AddHistory(history, families);
   AddProcess(families);
   std::vector<std::shared_ptr<Job>> jobs = engine.ListJobs();
+  // Before they are counted: a viewer does not learn how many others there are.
   std::erase_if(jobs, [&](const auto& job) { return !MaySee(viewer, *job); });
   families.Gauge("ballast_jobs", "Jobs of the service.", {}, static_cast<double>(jobs.size()));
   for (const std::shared_ptr<Job>& job : jobs) AddJob(*job, engine.checkpoints(), families);

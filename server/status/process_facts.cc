@@ -18,6 +18,7 @@ namespace ballast::server {
 namespace {
 
 std::string ReadText(const char* path) {
+  // To its end: files of /proc do not say how large they are.
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
@@ -48,12 +49,15 @@ ProcessFacts ReadProcessFacts() {
   if (name_end != std::string::npos) {
     const std::vector<std::string> fields =
         absl::StrSplit(stat.substr(name_end + 1), ' ', absl::SkipEmpty());
+    // By its number in proc(5), which begins with 1.
     const auto field = [&](size_t number) {
       double value = 0;
       if (number - 3 < fields.size()) (void)absl::SimpleAtod(fields[number - 3], &value);
       return value;
     };
     const auto ticks = static_cast<double>(sysconf(_SC_CLK_TCK));
+    // Of 14 and 15, user and system time, and 22, the start after boot, the unit is a tick; of 24 a
+    // page.
     facts.cpu_seconds = (field(14) + field(15)) / ticks;
     facts.threads = static_cast<int64_t>(field(20));
     facts.start_time_seconds = BootTime() + field(22) / ticks;

@@ -33,6 +33,7 @@ json ParameterJson(const Job& job, int index) {
 }
 
 absl::StatusOr<Snapshot> TakeSnapshotSoon(Job& job, int parameter) {
+  // Shared, because the thread that sets it may still be in set_value when this one goes on.
   const auto taken = std::make_shared<std::promise<absl::StatusOr<Snapshot>>>();
   std::future<absl::StatusOr<Snapshot>> result = taken->get_future();
   const Pending pending = job.TakeSnapshot({parameter}, [taken](absl::StatusOr<Snapshot> snapshot) {
@@ -96,12 +97,15 @@ absl::StatusOr<json> DistributionJson(Job& job, const std::string& parameter) {
   to["step"] = snapshot.step();
   to["update_count"] = snapshot.update_count(index);
   to["planes"] = json::array();
+  // Of a frozen parameter the service has no state.
   if (!job.spec().layout.parameters[index].trainable) return to;
   for (const Plane plane :
        {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq, Plane::kMaxExpAvgSq}) {
+    // The last plane is there with amsgrad only.
     if (!snapshot.has_plane(index, plane)) continue;
     const PlaneSummary summary =
         Summarize(snapshot, index, job.layout().place(index).elements, plane);
+    // The first decade is that of PlaneSummary::magnitude_histogram.
     to["planes"].push_back({{"plane", Name(plane)},
                             {"norm", summary.norm},
                             {"mean", summary.mean},
@@ -122,11 +126,13 @@ absl::StatusOr<json> TimelineJson(Job& job, int patience_seconds) {
   const auto committed = [](const TraceEvent& event) {
     return event.kind == TraceEventKind::kCommitted;
   };
+  // TraceSteps also returns, with what there is, when the time is over or the job is closed.
   if (std::none_of(trace.events.begin(), trace.events.end(), committed)) {
     return absl::UnavailableError(absl::StrCat("no step of job ", job.spec().name,
                                                " began and was committed within ", patience_seconds,
                                                " s"));
   }
+  // There is one: at least that of the commit.
   const int64_t origin = trace.events.front().begin_ns;
   const size_t kept = std::min(trace.events.size(), kMostEvents);
   json events = json::array();

@@ -79,6 +79,7 @@ class AnswerCache {
       const std::lock_guard lock(mutex_);
       const auto now = Clock::now();
       std::erase_if(answers_, [&](const auto& each) { return now > each.second.until; });
+      // Who places the entry makes the answer, without the lock; all others wait for it.
       const auto placed = answers_.try_emplace(key);
       is_new = placed.second;
       if (is_new) placed.first->second.answer = promise.get_future().share();
@@ -88,15 +89,18 @@ class AnswerCache {
     try {
       promise.set_value(make());
     } catch (...) {
+      // All who wait get it, too. If it left this function here, the entry would stay for ever.
       promise.set_exception(std::current_exception());
     }
     const std::lock_guard lock(mutex_);
+    // It is still there: an entry that is being made has no end.
     answers_[key].until = Clock::now() + kFresh;
     return entry.answer.get();
   }
 
  private:
   using Clock = std::chrono::steady_clock;
+  // Less than the second after which a page asks again.
   static constexpr std::chrono::milliseconds kFresh{400};
   struct Entry {
     Clock::time_point until = Clock::time_point::max();  // While it is being made.
@@ -151,6 +155,7 @@ absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const HttpReques
                                                                 const Viewer& viewer) const {
   const std::string name = request.Get("job");
   BALLAST_RETURN_IF_ERROR(CheckJobName(name));
+  // Before it is looked for: the answer must not tell whether there is such a job.
   if (viewer.has_value()) BALLAST_RETURN_IF_ERROR(viewer->Check(name));
   return engine.FindJob(name);
 }
@@ -159,6 +164,7 @@ HttpAnswer StatusServer::Shown::AnswerAlone(std::mutex& kind,
                                             const absl::StatusOr<std::shared_ptr<Job>>& job,
                                             const std::function<absl::StatusOr<json>(Job&)>& make) {
   if (!job.ok()) return Failure(job.status());
+  // It does not wait: whoever waits would keep one of the few threads.
   const std::unique_lock lock(kind, std::try_to_lock);
   if (!lock.owns_lock()) {
     return ToAnswer(absl::UnavailableError("another page asks for the same; try again"));
@@ -175,6 +181,7 @@ HttpAnswer StatusServer::Shown::AnswerApi(const HttpRequest& request, const View
   const auto job = JobOf(request, viewer);
   if (request.path == "/api/job") {
     if (!job.ok()) return Failure(job.status());
+    // The same for all viewers: JobOf has found that this one may see the job.
     return cache.Get((*job)->uid(), [&] { return ToAnswer(JobJson(engine, **job)); });
   }
   if (request.path == "/api/parameters") {
@@ -202,6 +209,7 @@ HttpAnswer StatusServer::Shown::Answer(const HttpRequest& request) {
   const absl::StatusOr<Viewer> viewer = WhoLooks(request);
   if (!viewer.ok()) return Failure(viewer.status());
   if (request.path == "/metrics") {
+    // By principal, because each sees other jobs.
     return cache.Get(absl::StrCat("/metrics/", viewer->has_value() ? (*viewer)->principal() : ""),
                      [&] {
                        return HttpAnswer{.content_type = "text/plain; version=0.0.4; charset=utf-8",
@@ -243,6 +251,7 @@ absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const HttpOpti
 
 void StatusServer::Show(Engine& engine, const Server& server, const ServiceHistory& history) {
   impl_->shown = std::make_unique<Shown>(engine, server, history);
+  // Last, because threads of the HTTP server go by it from now on.
   impl_->visible = impl_->shown.get();
 }
 

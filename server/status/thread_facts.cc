@@ -35,6 +35,7 @@ struct Answer {
 // Never freed: who is late still writes there.
 std::atomic<Answer*> current_answer = nullptr;
 
+// SIGRTMIN itself ends a drain (ballastd_main.cc).
 int StackSignal() { return SIGRTMIN + 1; }
 
 // Takes no lock and no memory: glibc 2.35 and later find the tables for unwinding without either.
@@ -52,8 +53,10 @@ void WriteStack(int) {
 std::vector<std::string> StackOf(int thread) {
   if (current_answer == nullptr) current_answer = new Answer;
   Answer& answer = *current_answer;
+  // Before the signal: a thread that finds another number there writes nothing.
   answer.thread = thread;
   std::vector<std::string> stack;
+  // By the kernel's number, which is what /proc tells of a thread. It may have ended since then.
   if (syscall(SYS_tgkill, getpid(), thread, StackSignal()) != 0) return stack;
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (answer.thread.load(std::memory_order_acquire) != -thread) {
@@ -83,6 +86,7 @@ ThreadFacts FactsOf(int thread) {
   facts.name = stat.substr(begin + 1, end - begin - 1);
   const std::vector<std::string> fields =
       absl::StrSplit(stat.substr(end + 1), ' ', absl::SkipEmpty());
+  // The first one here is field 3 of proc(5), so that 11 and 12 are its 14 and 15, in ticks.
   if (fields.size() < 13) return facts;
   double user = 0;
   double system = 0;
@@ -101,6 +105,8 @@ std::vector<ThreadFacts> ReadThreads() {
   (void)backtrace(&frame, 1);  // Loads what unwinding needs, which a signal must not.
   struct sigaction action = {};
   action.sa_handler = WriteStack;
+  // Reads and writes go on by themselves; poll and the like end with EINTR all the same
+  // (signal(7)).
   action.sa_flags = SA_RESTART;
   sigfillset(&action.sa_mask);
   sigaction(StackSignal(), &action, nullptr);

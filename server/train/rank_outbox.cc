@@ -56,10 +56,12 @@ void RankOutbox::MessageDone(uint64_t messages) {
     MutexLock lock(mutex_);
     messages_done_ += messages;
     if (!end_) {
+      // A stream that is not read holds its worker back, by the flow control of HTTP/2.
       reading_paused_ = !HasRoom();
       if (!reading_paused_) reader = wire_;
     }
   }
+  // Read before this message is counted off, so for a moment two may be in progress.
   // The message in progress keeps the stream, and so the wire, alive.
   if (reader != nullptr) reader->Read();
   {
@@ -83,6 +85,7 @@ void RankOutbox::NoMoreMessages() {
     --messages_in_progress_;
     if (!end_) {
       end_ = absl::OkStatus();
+      // Before Opened there is nothing that may be sent.
       draining_ = job_ != nullptr;
     }
   }
@@ -127,6 +130,7 @@ void RankOutbox::WriteDone(bool ok) {
   if (ok) {
     Advance();
   } else {
+    // gRPC fails a write only where the call is broken.
     Cancelled();
   }
 }
@@ -148,6 +152,7 @@ void RankOutbox::RecordSent() {
 void RankOutbox::Cancelled() { EndWith(GoneError("worker")); }
 
 void RankOutbox::Close() {
+  // Before the lock, so that it is given up after it: it may be the last reference to the job.
   std::shared_ptr<Job> job;
   MutexLock lock(mutex_);
   job = std::move(job_);
@@ -182,6 +187,8 @@ void RankOutbox::Discarded(StepAttempt at) {
     sealing_step_ = 0;
   }
   v1::TrainResponse message;
+  // In the queue behind the provisional weights that it voids; what follows it is of the next
+  // attempt.
   message.mutable_discarded()->set_step(at.step);
   message.mutable_discarded()->set_attempt(at.attempt);
   Push(std::move(message));
@@ -288,8 +295,11 @@ void RankOutbox::Push(v1::TrainResponse message) {
 void RankOutbox::Push(Item item) {
   {
     MutexLock lock(mutex_);
+    // Also while the queue is sent to a worker that has closed its side: it gets what was queued by
+    // then, and no more.
     if (end_) return;  // `item` is destroyed after the lock is released.
     const auto* weights = std::get_if<Weights>(&item);
+    // Counted before they can leave: a trace ends when as many have gone as were to go.
     if (weights != nullptr && job_ != nullptr) job_->trace().WillSend(weights->step);
     queue_bytes_ += BytesOf(item);
     queue_.push_back(std::move(item));
@@ -309,6 +319,8 @@ void RankOutbox::EndWith(const absl::Status& status) {
       queue_.clear();  // The stream had ended before: there is hardly anything.
     }
     queue_bytes_ = 0;
+    // The first reason stays. Only the OK of a worker that has closed its side gives way: it does
+    // not get all of its queue now.
     if (!end_ || draining_) end_ = status;
     draining_ = false;
   }
@@ -336,10 +348,13 @@ bool RankOutbox::HasItem() const {
   const auto* first = std::get_if<Weights>(&queue_.front());
   const bool awaited = first != nullptr && first->provisional && first->step == sealing_step_;
   const bool enough = queue_.size() >= shared_batch_ || draining_ || awaited;
+  // Anything else in the queue makes the run at its head shorter than the queue, and then nothing
+  // is held back. A head that is not weights in place has a run of 0.
   return enough || SharedRun(shared_batch_) < queue_.size();
 }
 
 void RankOutbox::TakeItem(Move& move) {
+  // The whole run, also beyond a batch: more may have come while another write was under way.
   const size_t count = std::max<size_t>(SharedRun(/*most=*/std::numeric_limits<size_t>::max()), 1);
   for (size_t i = 0; i < count; ++i) {
     queue_bytes_ -= BytesOf(queue_.front());
@@ -358,9 +373,12 @@ void RankOutbox::PlanMove(Move& move) {
   const bool item = HasItem();
   const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || item);
   if (!sending) {
+    // What handles a message uses the stream, so the end waits for it; the end of the message comes
+    // here again.
     if (!end_ || messages_in_progress_ > 0) return;
     move.finish = true;
     move.status = *end_;
+    // Taken away with the lock held, so only one thread finishes, and none uses the wire later.
     move.wire = std::exchange(wire_, nullptr);
     return;
   }
@@ -381,6 +399,7 @@ void RankOutbox::PlanMove(Move& move) {
   opened_sent_ = true;
   acknowledged_last_ = false;
   TakeItem(move);
+  // Only what is taken from the queue makes room, so reading goes on here and nowhere else.
   if (reading_paused_ && HasRoom() && !end_) {
     reading_paused_ = false;
     move.read = true;
@@ -401,6 +420,7 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
   sending_chunks_.clear();
   for (const Weights& weights : move.weights) sending_chunks_.push_back(weights.chunk);
   sending_since_ns_ = move.job->trace().Begin(first.step);
+  // All others are sent one by one (GoesWith), so the first is the only one.
   if (!first.buffer.in_place()) {
     return SerializeWeights(
         *move.job, move.generation, first.chunk,
@@ -431,18 +451,22 @@ void RankOutbox::Advance() {
     return EndWith(planned);  // Which needs no memory.
   }
   if (move.wire == nullptr) return;
+  // The last use of this object: after Finish gRPC may delete the stream, which may have the last
+  // reference to it, on another thread.
   if (move.finish) return move.wire->Finish(move.status);
   // While writing_ is set no other thread can end the stream, so the wire stays.
   if (move.read) move.wire->Read();
   absl::StatusOr<grpc::ByteBuffer> bytes = Guarded([&] { return Serialize(move); });
   if (bytes.ok()) {
     write_buffer_ = *std::move(bytes);
+    // WriteDone may come on another thread before this returns, so nothing may follow.
     return move.wire->Write(write_buffer_);
   }
   {
     MutexLock lock(mutex_);
     writing_ = false;
   }
+  // For example: weights that found no buffer, of a chunk that was at another step by their turn.
   EndWith(bytes.status());
 }
 

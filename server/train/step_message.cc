@@ -19,6 +19,7 @@ absl::StatusOr<std::map<int, HyperParameterOverrides>> FromMessage(
     if (!overrides.ok()) {
       return Annotate(overrides.status(), absl::StrCat("overrides of group ", group));
     }
+    // Whether the job has such a group is for the job to say.
     all[group] = *overrides;
   }
   return all;
@@ -29,6 +30,7 @@ absl::StatusOr<std::map<int, HyperParameterOverrides>> FromMessage(
 absl::StatusOr<StepSettings> FromMessage(const v1::BeginStep& message) {
   StepSettings settings;
   settings.trainer_state = message.trainer_state();
+  // On the wire 0, which is also a field that is not there, means 1 (ballast.proto).
   if (message.loss_scale() != 0) settings.scale.loss_scale = message.loss_scale();
   settings.scale.divisors.assign(message.divisors().begin(), message.divisors().end());
   settings.expected_clipping = proto::FromProto(message.expected_clipping());
@@ -68,6 +70,7 @@ absl::StatusOr<StepVote> FromMessage(const v1::Vote& message) {
                    .overrides = {},
                    .trainer_state = std::nullopt};
   BALLAST_ASSIGN_OR_RETURN(vote.overrides, FromMessage(message.overrides()));
+  // Without one, that of BeginStep stays.
   if (message.has_trainer_state()) vote.trainer_state = message.trainer_state();
   return vote;
 }

@@ -11,6 +11,7 @@ namespace ballast::server {
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainService::Train(
     grpc::CallbackServerContext* context) {
+  // Also for a caller that is not admitted: only a reactor can end the call with the reason.
   return MakeReactor<grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>>([&] {
     return new TrainStream(engine_, pools_, *context,
                            access_.Admit(*context, "TrainService.Train"));

@@ -32,6 +32,7 @@ TrainStream::TrainStream(const Engine& engine, CallPools& pools,
       watched_(pools.watch.Watch([this, &context] { GiveUp(context); }, WatchedCall::kOpenSeconds)),
       outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this), watched_)) {
   if (!caller.ok()) {
+    // It ends as if its first message had failed; nothing is read.
     has_begun_ = true;
     outbox_->MessageBegins();
     outbox_->MessageFailed(caller.status());
@@ -51,6 +52,7 @@ void TrainStream::OnReadDone(bool ok) {
   has_begun_ = true;
   watched_->PeerActed();
   outbox_->MessageBegins();
+  // The worker has closed its side; or the call is broken, and then OnCancel is called, too.
   if (!ok) return outbox_->NoMoreMessages();
   const absl::StatusOr<std::optional<uint64_t>> handled = Guarded([this] { return HandleRead(); });
   if (!handled.ok()) return outbox_->MessageFailed(handled.status());
@@ -64,6 +66,7 @@ absl::StatusOr<std::optional<uint64_t>> TrainStream::HandleRead() {
   BALLAST_RETURN_IF_ERROR(frame.status());
   const v1::TrainRequest& message = frame->message;
   if (message.has_open() && job_ == nullptr) {
+    // Only now: a stream that says nothing takes no place from others.
     BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
     BALLAST_RETURN_IF_ERROR(Open(message.open()));
     return std::nullopt;
@@ -82,10 +85,13 @@ absl::StatusOr<std::optional<uint64_t>> TrainStream::HandleRead() {
 
 void TrainStream::OnCancel() {
   outbox_->Cancelled();
+  // Until what waits in the engine is given up, its message is being handled, and the stream cannot
+  // end.
   pending_->Cancel();
 }
 
 void TrainStream::OnDone() {
+  // First: a look may be in GiveUp, and this waits for its end.
   watched_->Ended();
   rank_stream_.reset();  // Detaches the outbox.
   outbox_->Close();
@@ -133,8 +139,10 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
 
 absl::Status TrainStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine_, *caller_, request.name(), request.uid()));
+  // A job that is closed detaches its streams. Of a role that is taken away it knows nothing.
   watched_->IsOverIf(caller_->IsRevoked(job_->spec().name));
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
+  // The Done may end the stream, and gRPC delete it, before OpenStream has returned.
   const std::shared_ptr<Job> job = job_;
   const OpenStreamRequest open = {.uid = request.uid(),
                                   .rank = request.rank(),
@@ -174,12 +182,15 @@ absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
 absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
                                      const proto::Payload& payload) {
   Contribution contribution = FromMessage(header, payload.pieces());
+  // With a mesh, chunks are numbered within their rank on the wire.
   contribution.chunk += first_on_wire_;
   return Contribute(contribution);
 }
 
 absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
   const auto chunks = static_cast<size_t>(request.chunks_size());
+  // Acknowledgements count the chunks, so a message without any could not be acknowledged. More
+  // than the rank has would be repeats.
   if (chunks == 0 || chunks > rank_chunks_) {
     return absl::InvalidArgumentError(
         absl::StrCat("shared gradients of ", chunks, " chunks, of a rank that has ", rank_chunks_));
@@ -210,6 +221,8 @@ absl::Status TrainStream::Contribute(const Contribution& contribution) {
 bool TrainStream::MayMeetProvisional(const v1::TrainRequest& message) const {
   if (!may_guess_at_.has_value()) return false;
   const auto may = [this](const auto& header) {
+    // What begins with 0 is the first gradient of its chunk in the attempt, before which the chunk
+    // is not updated, or a repeat, which changes nothing.
     return header.micro_step_begin() > 0 &&
            StepAttempt{header.step(), header.attempt()} == *may_guess_at_;
   };
@@ -226,6 +239,8 @@ void TrainStream::StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame)
     return rank_stream_->StopProvisional({header.step(), header.attempt()},
                                          header.micro_step_begin(), chunks, std::move(done));
   };
+  // The call may wait, so it keeps the whole message, payload included. Nothing more is read
+  // meanwhile, so this is one message.
   auto kept = std::make_shared<const proto::Frame<v1::TrainRequest>>(std::move(frame));
   const v1::TrainRequest& message = kept->message;
   PendingCall::Start<bool>(

@@ -31,6 +31,8 @@ UploadStream::UploadStream(const Engine& engine, CallPools& pools,
 }
 
 void UploadStream::GiveUp(grpc::CallbackServerContext& context) {
+  // Whoever sets it first, this or a message, says what becomes of the stream, which can be
+  // finished only once.
   has_begun_.exchange(true) ? context.TryCancel() : End(NoOpenError());
 }
 
@@ -41,6 +43,7 @@ void UploadStream::End(const absl::Status& status) {
 }
 
 void UploadStream::OnDone() {
+  // First: a look may be in GiveUp, and this waits for its end.
   watched_->Ended();
   pools_.LetGo(std::move(job_));
   delete this;
@@ -51,6 +54,7 @@ void UploadStream::OnReadDone(bool ok) {
   watched_->PeerActed();
   if (!ok) {  // The worker has closed its side.
     if (job_ == nullptr) return End(NotFirstError());
+    // Chunks that did not come are no error: other calls, and other ranks, bring them.
     return End(GuardedRun([this] {
       v1::UploadWeightsResponse response;
       response.set_chunks(static_cast<int64_t>(chunks_.size()));
@@ -61,6 +65,8 @@ void UploadStream::OnReadDone(bool ok) {
   const absl::Status handled = Guarded([this] {
     const absl::StatusOr<proto::Frame<v1::UploadWeightsRequest>> frame =
         proto::ParseUploadWeightsRequest(read_buffer_);
+    // The frame has what it needs, and ends before the next message is read: one is in memory at a
+    // time.
     read_buffer_.Clear();
     return frame.ok() ? Handle(*frame) : frame.status();
   });
@@ -80,6 +86,7 @@ absl::Status UploadStream::Handle(const proto::Frame<v1::UploadWeightsRequest>& 
 }
 
 absl::Status UploadStream::Open(const v1::OpenTrain& request) {
+  // Only now: a stream that says nothing takes no place from others.
   BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
                            FindJob(engine_, *caller_, request.name(), request.uid()));
@@ -93,6 +100,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
     state.step = request.first_state().step();
     const auto& counts = request.first_state().update_counts();
     state.update_counts.assign(counts.begin(), counts.end());
+    // To the job, step 0 says that no moments come (FirstState).
     if (state.step == 0) {
       return absl::InvalidArgumentError(
           "first_state has step 0; leave it out where there are no moments");
@@ -106,6 +114,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                          .generation = proto::FromProto(request.generation())},
                                         std::move(state)));
   job_ = job;
+  // A job does not know its uploads, so closing it does not end them.
   watched_->IsOverIf(IsGone(engine_, *caller_, *job));
   return absl::OkStatus();
 }
@@ -116,6 +125,7 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
         absl::StrCat("these first weights have step ", step_, ", not ", header.step()));
   }
   const absl::Span<const Chunk> chunks = job_->layout().chunks();
+  // In 64 bits, in which no number from the wire overflows.
   const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_on_wire(rank_);
   if (chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != rank_) {
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",

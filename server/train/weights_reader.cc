@@ -17,6 +17,7 @@ namespace ballast::server {
 namespace {
 
 // A request may name 2^20 chunks.
+// Where they are not packed each takes 4 bytes: a tag, and 3 for a number below 2^20.
 constexpr size_t kMostRequestBytes = size_t{5} << 20;
 
 }  // namespace
@@ -69,7 +70,10 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
   BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsRequest request,
                            proto::ParseRequest<v1::ReadWeightsRequest>(bytes, kMostRequestBytes));
   BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine, caller, request.name(), request.uid()));
+  // A job does not know who reads its weights; a slow reader would keep the memory of a closed one.
   watched_->IsOverIf(IsGone(engine, caller, *job_));
+  // Generation and step are taken once. A load or a commit while chunks are read ends the call with
+  // an error (ReadShard), so no answer has weights of two steps.
   const Attachment position = job_->Position();
   if (position.awaiting_weights) {
     return absl::FailedPreconditionError(
@@ -87,6 +91,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
 absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) {
   const Layout& layout = job_->layout();
   size_t chunks = layout.chunks().size();
+  // With a mesh, chunks are numbered within their rank on the wire, so it has to be said which.
   if (layout.has_mesh()) {
     if (request.rank() < 0 || request.rank() >= layout.world_size()) {
       return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ",
@@ -101,6 +106,7 @@ absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) 
     std::iota(chunks_.begin(), chunks_.end(), first_on_wire_);
     return absl::OkStatus();
   }
+  // Each at most once, so that an answer is no larger than the job.
   std::vector<bool> chosen(chunks, false);
   for (const uint32_t chunk : request.chunks()) {
     if (chunk >= chunks) {

@@ -38,11 +38,13 @@ void Archive::Add(absl::string_view name, absl::string_view contents) {
   Check(path.size() < sizeof(Header::name), "the name of a file in an archive is short");
   Header header = {};
   std::memcpy(header.name, path.data(), path.size());
+  // Numbers are octal digits as text, with the zero byte that SNPrintF adds.
   absl::SNPrintF(header.mode, sizeof(header.mode), "%07o", 0644);
   absl::SNPrintF(header.uid, sizeof(header.uid), "%07o", 0);
   absl::SNPrintF(header.gid, sizeof(header.gid), "%07o", 0);
   absl::SNPrintF(header.size, sizeof(header.size), "%011o", contents.size());
   absl::SNPrintF(header.mtime, sizeof(header.mtime), "%011o", std::time(nullptr));
+  // A regular file.
   header.type = '0';
   std::memcpy(header.magic, "ustar", sizeof(header.magic));
   std::memcpy(header.version, "00", sizeof(header.version));
@@ -52,6 +54,7 @@ void Archive::Add(absl::string_view name, absl::string_view contents) {
   for (size_t i = 0; i < sizeof(header); ++i) {
     sum += reinterpret_cast<const unsigned char*>(&header)[i];
   }
+  // Six digits and a zero byte; the last byte stays the space.
   absl::SNPrintF(header.checksum, sizeof(header.checksum), "%06o", sum);
   tar_.append(reinterpret_cast<const char*>(&header), sizeof(header));
   tar_.append(contents.data(), contents.size());
@@ -59,6 +62,7 @@ void Archive::Add(absl::string_view name, absl::string_view contents) {
 }
 
 absl::StatusOr<std::string> Archive::Compressed() const {
+  // Two blocks of zeros end an archive.
   const std::string tar = tar_ + std::string(2 * kBlockBytes, '\0');
   z_stream stream = {};
   constexpr int kGzip = 16;  // Added to the size of the window: gzip's header, not zlib's.
@@ -67,6 +71,7 @@ absl::StatusOr<std::string> Archive::Compressed() const {
     return absl::ResourceExhaustedError(
         "there is no memory to compress the archive with; free some and try again");
   }
+  // With room for all of it one call of deflate does the whole work.
   std::string out(deflateBound(&stream, tar.size()), '\0');
   stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(tar.data()));
   stream.avail_in = static_cast<uInt>(tar.size());

@@ -56,6 +56,7 @@ void AddService(const v1::ServiceDescription& service, const std::string& job, A
       service.process_id(), "\nstarted ",
       absl::FormatTime(absl::FromUnixSeconds(static_cast<int64_t>(service.start_time_seconds()))),
       "\n\n");
+  // The message's map has no order.
   const std::map<std::string, std::string> sorted(service.settings().begin(),
                                                   service.settings().end());
   for (const auto& [name, value] : sorted) absl::StrAppend(&settings, "--", name, "=", value, "\n");
@@ -81,7 +82,9 @@ void AddService(const v1::ServiceDescription& service, const std::string& job, A
 
 absl::StatusOr<std::string> Examine(Service& service, const std::string& job,
                                     const std::string& path) {
+  // Without the job there is nothing to examine. All else may be missing, and is then named.
   BALLAST_ASSIGN_OR_RETURN(const v1::Job found, service.GetJob(job, /*with_parameters=*/false));
+  // Names in an archive have less than 100 bytes, and a job's name may have 128.
   Archive archive(absl::StrCat("ballast-doctor-", job.substr(0, 60)));
   archive.Add("README.txt", kContents);
   archive.Add("client.txt", absl::StrCat("ballast ", BALLAST_VERSION, "\n",
@@ -96,6 +99,7 @@ absl::StatusOr<std::string> Examine(Service& service, const std::string& job,
   } else {
     absl::StrAppend(&missing, "jobs.txt: ", jobs.status().message(), "\n");
   }
+  // An older service does not know this call, and one with roles refuses it to all but operators.
   v1::DiagnosticsService::Stub diagnostics(service.channel());
   const auto described = service.Read(diagnostics, &v1::DiagnosticsService::Stub::DescribeService,
                                       v1::DescribeServiceRequest());

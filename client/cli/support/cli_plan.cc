@@ -15,6 +15,7 @@ namespace {
 
 absl::StatusOr<Action> PreparePlan(const Arguments& arguments) {
   BALLAST_ASSIGN_OR_RETURN(const std::optional<double> ranks, arguments.Number("world-size"));
+  // 0: none is given, and a file's own counts.
   const double world_size = ranks.value_or(0);
   if (ranks.has_value() && !(world_size >= 1 && world_size <= kMaxWorldSize &&
                              world_size == static_cast<int>(world_size))) {
@@ -27,6 +28,7 @@ absl::StatusOr<Action> PreparePlan(const Arguments& arguments) {
     if (!given.ok()) return Annotate(given.status(), "--memory");
     limit_bytes = *given;
   }
+  // All of the work is done before the action: an error in the description is wrong usage.
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec,
                            ReadPlanSpec(arguments.positional(0), static_cast<int>(world_size)));
   BALLAST_ASSIGN_OR_RETURN(Plan plan, MakePlan(std::move(spec), limit_bytes));

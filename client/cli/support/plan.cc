@@ -33,12 +33,14 @@ constexpr size_t kMostFileBytes = size_t{32} << 20;  // As a service takes.
 
 // "7B", "350M", "1.5T"; nullopt: none.
 std::optional<int64_t> ParseCount(absl::string_view text) {
+  // The empty suffix comes last, since every text ends with it.
   constexpr std::pair<const char*, double> kUnits[] = {
       {"K", 1e3}, {"M", 1e6}, {"B", 1e9}, {"T", 1e12}, {"", 1}};
   for (const auto& [suffix, unit] : kUnits) {
     absl::string_view number = text;
     double value = 0;
     if (!absl::ConsumeSuffix(&number, suffix) || !absl::SimpleAtod(number, &value)) continue;
+    // Written so that NaN is refused. 1e15 is far below what llround can return.
     if (!(value > 0) || !(value * unit < 1e15)) return std::nullopt;
     return std::llround(value * unit);
   }
@@ -70,6 +72,7 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
       group.hyper_parameters.amsgrad = true;
       continue;
     }
+    // A size names one format, which counts for both ways.
     BALLAST_ASSIGN_OR_RETURN(group.wire_dtype, ParseDType(words[i]));
     group.return_dtype = group.wire_dtype;
   }
@@ -83,6 +86,7 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
 
 // `said` is Protobuf's: "(PLACE) FIELD: why", where the text is JSON.
 absl::Status NoJobError(const std::string& path, const std::string& text, const std::string& said) {
+  // A second parser tells the two cases apart: text that is no JSON, and JSON that is no job.
   try {
     (void)nlohmann::json::parse(text);
   } catch (const nlohmann::json::parse_error& error) {
@@ -105,6 +109,7 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
     return absl::NotFoundError(
         absl::StrCat("'", path, "' is neither a size such as 7B:bf16 nor a file that can be read"));
   }
+  // One byte more than a file may have shows that it has too many.
   std::string text(kMostFileBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(file.gcount()));
@@ -117,6 +122,7 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
   if (message.name().empty()) message.set_name("jobs/plan");
   if (message.world_size() == 0) message.set_world_size(1);
   if (message.groups().empty()) message.add_groups()->set_name("all");
+  // The file's values over the defaults: FullFromProto wants every field.
   for (v1::ParamGroup& group : *message.mutable_groups()) {
     v1::HyperParameters values = proto::ToProto(HyperParameters());
     values.MergeFrom(group.hyper_parameters());
@@ -151,6 +157,7 @@ absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
   absl::StatusOr<JobSpec> spec = sized.has_value() ? *std::move(sized) : FromFile(text);
   if (!spec.ok()) return spec;
   LayoutSpec& layout = spec->layout;
+  // Partitions or a mesh say for how many ranks they are. Without them any number can be planned.
   if (layout.partitions.empty() && layout.mesh.empty()) {
     if (sized.has_value() || world_size > 0) layout.world_size = std::max(1, world_size);
     layout.partitions =
@@ -183,9 +190,12 @@ absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes) {
   const std::vector<int> planes = PlanesByGroup(spec);
   for (const Chunk& chunk : layout.chunks()) {
     weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
+    // A checkpoint's other contents, headers and an index, are small beside the planes.
     plan.checkpoint_bytes += chunk.elements * int64_t{sizeof(float)} * planes[chunk.group];
   }
   plan.largest_rank_weights_bytes = *std::max_element(weights.begin(), weights.end());
+  // NeedOf counts previous versions only for a job that keeps them, so it is asked for one that
+  // does.
   JobSpec undoing = spec;
   undoing.keep_previous = true;
   plan.previous_bytes = NeedOf(undoing, layout).previous_bytes;
@@ -228,6 +238,7 @@ std::string PlanText(const Plan& plan) {
     table.Add(
         {NameOf(row.update), row.several_micro_steps ? "several" : "one",
          row.shared_memory ? "yes" : "no", FormatBytes(row.total_bytes()),
+         // A job may have no trainable elements at all.
          absl::StrFormat("%.2f", static_cast<double>(row.total_bytes()) /
                                      static_cast<double>(std::max<int64_t>(1, plan.elements))),
          Fits(fits)});

@@ -26,6 +26,7 @@ int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
   bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
   bytes += ShardTableBytes(spec.layout);
   for (const ParameterSpec& parameter : spec.layout.parameters) {
+    // A step keeps up to kMaxUsedSets sets of used parameters, each with a bit for every parameter.
     bytes += 512 + static_cast<int64_t>(kMaxUsedSets / 8) +
              3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
   }
@@ -35,6 +36,8 @@ int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
 }  // namespace
 
 int64_t SlotBytes(int64_t elements, int planes) {
+  // Every plane has its gap behind it, so SlotBytes(elements, p) is also where plane p of a slot
+  // begins. state/slot_pool.cc relies on that.
   const int64_t bytes = AlignUp(elements * static_cast<int64_t>(sizeof(float)));
   return (bytes + (bytes >= kLargePlaneBytes ? kPlaneGapBytes : 0)) * planes;
 }
@@ -64,6 +67,7 @@ int64_t GradientBytes(const JobSpec& spec, const Layout& layout) {
 }
 
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
+  // Where a step has only one micro-step, its gradient stays in the format in which it came.
   if (spec.max_micro_steps == 1) return 0;
   return layout.total_flat_elements() * static_cast<int64_t>(sizeof(float));
 }
@@ -75,6 +79,7 @@ int64_t SquareSumBytes(const Layout& layout) {
 }
 
 int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout) {
+  // A buffer takes the weights of any chunk, so each is as large as the largest needs.
   int64_t bytes = 0;
   for (const Chunk& chunk : layout.chunks()) {
     bytes = std::max(bytes, chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype));

@@ -23,8 +23,10 @@ char unfinished_path[PATH_MAX];
 volatile sig_atomic_t unfinished = 0;
 
 void SetUnfinished(const std::string& path) {
+  // The system opens no file with so long a path, so there is nothing to remove.
   if (path.size() >= sizeof(unfinished_path)) return;
   unfinished_path[path.copy(unfinished_path, sizeof(unfinished_path) - 1)] = '\0';
+  // This comes last: a signal may come between any two statements.
   unfinished = 1;
 }
 
@@ -53,6 +55,7 @@ absl::Status FileError(int error, absl::string_view doing, const std::string& pa
 
 absl::Status WriteAll(int descriptor, const std::string& path, absl::string_view contents) {
   while (!contents.empty()) {
+    // A signal, or a disk that becomes full, lets write take a part. Then the next call says why.
     const ssize_t written = write(descriptor, contents.data(), contents.size());
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) return FileError(errno, "write", path);
@@ -65,10 +68,13 @@ AtomicFile::AtomicFile(std::string path, std::string temporary_path, bool remove
     : path_(std::move(path)),
       temporary_path_(std::move(temporary_path)),
       remove_on_signal_(remove_on_signal) {
+  // This is before the file is made: a signal right after that finds its path.
   if (remove_on_signal_) SetUnfinished(temporary_path_);
 }
 
 AtomicFile::~AtomicFile() {
+  // After Commit there is no file under the temporary name, and file_ is empty. The handler is told
+  // only after the removal, so that no signal falls between the two.
   if (file_) unlink(temporary_path_.c_str());
   if (remove_on_signal_) unfinished = 0;
 }
@@ -76,6 +82,7 @@ AtomicFile::~AtomicFile() {
 absl::StatusOr<std::unique_ptr<AtomicFile>> AtomicFile::Create(std::string path,
                                                                const Options& options) {
   struct stat status;
+  // rename would put a regular file in the place of a device such as /dev/null.
   if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
     return absl::InvalidArgumentError(
         absl::StrCat("cannot write ", path, ": it is not a regular file; name another one"));
@@ -102,14 +109,18 @@ absl::Status AtomicFile::Flush() {
 }
 
 absl::Status AtomicFile::Commit() {
+  // The bytes are on the device before the name leads to them: after a crash of the host the name
+  // has the old file or the whole new one. The directory is not flushed, so it may be the old one.
   BALLAST_RETURN_IF_ERROR(Flush());
   if (rename(temporary_path_.c_str(), path_.c_str()) != 0) return FileError(errno, "write", path_);
+  // The destructor then finds nothing to remove.
   file_ = FileDescriptor();
   return absl::OkStatus();
 }
 
 absl::Status WriteAtomically(absl::Span<const FileContents> files) {
   std::vector<std::unique_ptr<AtomicFile>> written;
+  // All that may fail for lack of room comes before the first rename.
   for (const FileContents& file : files) {
     BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<AtomicFile> temporary, AtomicFile::Create(file.path));
     BALLAST_RETURN_IF_ERROR(temporary->Append(file.contents));
@@ -119,6 +130,8 @@ absl::Status WriteAtomically(absl::Span<const FileContents> files) {
   for (size_t i = 0; i < written.size(); ++i) {
     const absl::Status status = written[i]->Commit();
     if (status.ok()) continue;
+    // A reader must not find some files of this run and none of the others. What they replaced is
+    // gone.
     for (size_t committed = 0; committed < i; ++committed) {
       unlink(files[committed].path.c_str());
     }

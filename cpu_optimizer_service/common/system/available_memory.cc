@@ -50,6 +50,7 @@ int64_t LeftInGroup(const std::string& folder, const GroupFiles& names) {
   if (!limit.has_value() || !used.has_value() || *limit <= 0 || *limit >= kNoLimitBytes) {
     return std::numeric_limits<int64_t>::max();
   }
+  // The kernel takes back inactive pages of files before the limit refuses anything.
   const int64_t cached = ReadNumber(folder + "/memory.stat", names.cached).value_or(0);
   return std::max<int64_t>(0, *limit - *used + cached);
 }
@@ -69,6 +70,8 @@ int64_t LeftInGroups(const std::string& mount, absl::string_view path, const Gro
 
 // Lines of /proc/self/cgroup: "4:memory:/path" of version 1, "0::/path" of version 2.
 int64_t LeftInControlGroups(const MemoryFiles& files) {
+  // The group at the mount counts also where the file that names the process's groups cannot be
+  // read.
   int64_t left_bytes = LeftInGroups(files.groups, "", kVersion2);
   std::ifstream lines(files.groups_of_process);
   std::string line;
@@ -96,6 +99,7 @@ int64_t LeftInAddressSpace() {
       !(std::ifstream("/proc/self/statm") >> pages)) {
     return std::numeric_limits<int64_t>::max();
   }
+  // The first number of statm is the size of the address space, which RLIMIT_AS bounds.
   return std::max<int64_t>(0, static_cast<int64_t>(limit.rlim_cur) - pages * sysconf(_SC_PAGESIZE));
 }
 

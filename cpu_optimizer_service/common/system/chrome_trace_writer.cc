@@ -8,6 +8,7 @@ namespace {
 using Json = ChromeTraceWriter::Json;
 
 std::string OneLine(const Json& json) {
+  // Without `replace` dump would throw where a name is not UTF-8.
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -16,6 +17,8 @@ std::string Next(const Json& json) { return absl::StrCat(",\n", OneLine(json)); 
 
 }  // namespace
 
+// Phases of Google's Trace Event Format: M describes a process or track, X is a slice with its
+// duration, i is an instant.
 std::string ChromeTraceWriter::Head() const {
   return absl::StrCat("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n",
                       OneLine({{"name", "process_name"},

@@ -25,6 +25,7 @@
 namespace ballast {
 namespace {
 
+// Even a bundle of all public authorities has less. A file that is no credential is not read whole.
 constexpr size_t kMostBytes = size_t{1} << 20;
 
 template <auto kFree>
@@ -62,6 +63,7 @@ absl::Status CheckTimes(const Certificate& certificate, const std::string& path)
     return Wrong(path, absl::StrCat("is a certificate that is valid from ", Text(begin),
                                     " on; see to this host's clock"));
   }
+  // 0 says that the time cannot be read; such a certificate counts as expired.
   if (X509_cmp_current_time(end) > 0) return absl::OkStatus();
   return Wrong(path, absl::StrCat("is a certificate that expired at ", Text(end), "; renew it"));
 }
@@ -70,12 +72,14 @@ absl::Status CheckTimes(const Certificate& certificate, const std::string& path)
 int64_t ExpiryOf(const Certificate& certificate) {
   tm time = {};
   if (ASN1_TIME_to_tm(X509_get0_notAfter(certificate.get()), &time) != 1) return 0;
+  // The time is in UTC. mktime would take it as local time.
   return timegm(&time);
 }
 
 std::vector<Certificate> CertificatesIn(const std::string& contents) {
   const Bytes bytes = BytesOf(contents);
   std::vector<Certificate> found;
+  // What is no certificate is passed over, such as a key in the same file.
   while (X509* one = PEM_read_bio_X509(bytes.get(), nullptr, nullptr, nullptr)) {
     found.emplace_back(one);
   }
@@ -89,6 +93,8 @@ int NoPassphrase(char*, int, int, void*) { return 0; }
 }  // namespace
 
 absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others others) {
+  // Without O_NONBLOCK the open of a pipe would wait for a writer. All checks are made of the file
+  // that is open: its name may lead to another one a moment later.
   const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status = {};
   if (!file || fstat(file.number(), &status) != 0) {
@@ -106,9 +112,13 @@ absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others o
                  "can be read by other users; take that from them: chmod o= (in Kubernetes: "
                  "defaultMode 0440)");
   }
+  // Whoever can write the file can put another key, authority or token there, so this counts for
+  // all files.
   if ((status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
     return Wrong(path, "can be written by other users; take that from them: chmod go-w");
   }
+  // The size that fstat has told is not used, since the file may grow meanwhile. One byte more than
+  // is allowed shows that it is too large.
   std::string contents(kMostBytes + 1, '\0');
   size_t bytes = 0;
   while (bytes < contents.size()) {
@@ -128,12 +138,15 @@ absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::s
                            ReadCredentialFile(certificate, Others::kMayRead));
   const std::vector<Certificate> certificates = CertificatesIn(chain);
   if (certificates.empty()) return Wrong(certificate, "has no certificate in the form of PEM");
+  // The first certificate is this side's own. Those behind it are of the authorities in between.
   BALLAST_RETURN_IF_ERROR(CheckTimes(certificates.front(), certificate));
 
   BALLAST_ASSIGN_OR_RETURN(const std::string secret,
                            ReadCredentialFile(key, Others::kMayDoNothing));
   const Bytes bytes = BytesOf(secret);
   const Key private_key(PEM_read_bio_PrivateKey(bytes.get(), nullptr, NoPassphrase, nullptr));
+  // OpenSSL keeps errors for each thread. TLS on this thread would take one that is left for its
+  // own.
   ERR_clear_error();
   if (private_key == nullptr) {
     return Wrong(key, "has no private key in the form of PEM without a passphrase");
@@ -153,6 +166,7 @@ absl::StatusOr<std::string> ReadCertificateAuthority(const std::string& path) {
   BALLAST_ASSIGN_OR_RETURN(const std::string contents, ReadCredentialFile(path, Others::kMayRead));
   const std::vector<Certificate> certificates = CertificatesIn(contents);
   if (certificates.empty()) return Wrong(path, "has no certificate in the form of PEM");
+  // One is enough: while authorities are exchanged a file has the old one beside the new one.
   for (const Certificate& each : certificates) {
     if (CheckTimes(each, path).ok()) return contents;
   }
@@ -162,8 +176,10 @@ absl::StatusOr<std::string> ReadCertificateAuthority(const std::string& path) {
 absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
   BALLAST_ASSIGN_OR_RETURN(const std::string contents,
                            ReadCredentialFile(path, Others::kMayDoNothing));
+  // Editors and echo end a file with a newline.
   const absl::string_view token = absl::StripAsciiWhitespace(contents);
   if (token.empty()) return Wrong(path, "is empty; write the token into it");
+  // The token is sent as a header of HTTP/2, which has to be printable ASCII.
   if (!std::all_of(token.begin(), token.end(), absl::ascii_isgraph)) {
     return Wrong(path,
                  "has more than one token, or one of other characters than letters, digits "

@@ -20,6 +20,7 @@ HelperThreads::~HelperThreads() {
     dropped.swap(tasks_);
   }
   changed_.NotifyAll();
+  // They go before the wait: a task that runs may be waiting for what one of them holds.
   dropped.clear();
   for (std::thread& thread : threads) thread.join();
 }
@@ -27,12 +28,17 @@ HelperThreads::~HelperThreads() {
 void HelperThreads::Run(std::function<void()> task) {
   {
     MutexLock lock(mutex_);
+    // A task that still runs may give another one while the destructor waits.
     if (stopped_) return;
     tasks_.push_back(std::move(task));
+    // Threads that are idle are for the tasks that are queued already, also where they have not
+    // woken yet. Only a task beyond those needs another thread.
     if (idle_ < tasks_.size() && threads_.size() < most_) {
       try {
         threads_.emplace_back([this] { Help(); });
       } catch (const std::system_error&) {  // The system has no thread: those there are help.
+        // Without any thread nobody would run the task, so it is taken back. It is still the last
+        // one: the lock is held. Otherwise it waits for one of the threads that there are.
         if (threads_.empty()) {
           tasks_.pop_back();
           throw std::bad_alloc();
@@ -52,6 +58,8 @@ void HelperThreads::Help() {
   // Of this thread alone, whatever POSIX says. Not SCHED_IDLE, which may wait for ever.
   if (priority_ == Priority::kLowest) setpriority(PRIO_PROCESS, 0, 19);
   while (true) {
+    // Declared here, so that the task and what it holds are gone before the next wait, without the
+    // lock.
     std::function<void()> task;
     {
       MutexLock lock(mutex_);

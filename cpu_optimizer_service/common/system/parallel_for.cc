@@ -25,10 +25,13 @@ void TsanEdge::Acquire() {
 }
 
 void ParallelFor(int64_t count, absl::FunctionRef<void(int64_t)> body) {
+  // `fork`: tasks see what the caller has written. `join`: the caller sees what they have written.
   TsanEdge fork;
   TsanEdge join;
   fork.Release();
   tbb::parallel_for(
+      // Each index is a task of its own. Callers put enough work into one, and with TBB's own
+      // partitioner several of them could stay with one thread while others are idle.
       tbb::blocked_range<int64_t>(0, count, 1),
       [&](const tbb::blocked_range<int64_t>& range) {
         fork.Acquire();

@@ -10,6 +10,7 @@ namespace ballast {
 
 PeriodicThread::PeriodicThread(const char* name, std::chrono::nanoseconds period,
                                std::function<void()> function)
+    // thread_ is the last member, so all that Run uses is there when the thread begins.
     : name_(name), period_(period), function_(std::move(function)), thread_([this] { Run(); }) {}
 
 PeriodicThread::~PeriodicThread() {
@@ -26,6 +27,8 @@ void PeriodicThread::Run() {
   while (true) {
     {
       MutexLock lock(mutex_);
+      // It is counted from the end of the call before: a slow call is not followed by several at
+      // once.
       const auto next = std::chrono::steady_clock::now() + period_;
       // A wait may also end without a reason: only the deadline or a stop counts.
       while (!stopped_ && stopping_.WaitUntil(mutex_, next)) continue;

@@ -27,6 +27,7 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
   std::atomic<int> failed = 0;
   const auto work = [&] {
     while (failed == 0) {
+      // Threads take pieces as they come to them: one that shares its processor takes fewer.
       const size_t begin = next.fetch_add(piece_bytes);
       if (begin >= bytes) return;
       const size_t piece = std::min(piece_bytes, bytes - begin);
@@ -34,6 +35,7 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
       do {
         result = madvise(memory + begin, piece, MADV_POPULATE_WRITE);
       } while (result != 0 && errno == EINTR);
+      // One of several errors is enough. The other threads see it before their next piece.
       if (result != 0) failed = errno;
     }
   };
@@ -41,6 +43,7 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
   const size_t threads =
       std::min<size_t>({pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
   std::vector<std::thread> others;
+  // The calling thread is the first of them.
   for (size_t i = 1; i < threads; ++i) others.emplace_back(work);
   work();
   for (std::thread& thread : others) thread.join();

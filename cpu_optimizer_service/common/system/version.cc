@@ -23,6 +23,7 @@ struct Release {
 std::optional<Release> ParseRelease(absl::string_view text) {
   const std::vector<absl::string_view> parts = absl::StrSplit(text, '.');
   Release release;
+  // The third number does not matter: it says nothing about who works with whom.
   if (parts.size() < 2 || !absl::SimpleAtoi(parts[0], &release.major) ||
       !absl::SimpleAtoi(parts[1], &release.minor) || release.major < 0 || release.minor < 0) {
     return std::nullopt;
@@ -38,6 +39,7 @@ std::string BallastUserAgent() { return absl::StrCat(kName, BallastVersion()); }
 
 absl::Status CheckClientVersion(absl::string_view user_agent, absl::string_view service_version) {
   if (!absl::ConsumePrefix(&user_agent, kName)) return absl::OkStatus();
+  // gRPC puts its own name behind ours, after a blank.
   const absl::string_view version = user_agent.substr(0, user_agent.find(' '));
   const std::optional<Release> client = ParseRelease(version);
   const std::optional<Release> service = ParseRelease(service_version);

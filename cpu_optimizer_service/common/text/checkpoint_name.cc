@@ -13,6 +13,7 @@
 namespace ballast {
 namespace {
 
+// 2^64 - 1, the largest number of a step or generation, has so many digits.
 constexpr size_t kMostDigits = 20;
 
 }  // namespace
@@ -35,6 +36,8 @@ bool IsVersionName(absl::string_view name) {
 
 std::optional<uint64_t> StepNamed(absl::string_view name) {
   uint64_t step = 0;
+  // SimpleAtoi alone would also take blanks and a sign, so the digits are checked first. It still
+  // refuses what is above 2^64 - 1.
   if (!absl::ConsumePrefix(&name, "step-") || name.empty() ||
       !std::all_of(name.begin(), name.end(), absl::ascii_isdigit) ||
       !absl::SimpleAtoi(name, &step)) {
@@ -44,6 +47,8 @@ std::optional<uint64_t> StepNamed(absl::string_view name) {
 }
 
 bool IsCheckpointName(absl::string_view name) {
+  // The name becomes a path under --checkpoint-dir, also one that a remote caller sent. Neither
+  // part can be ".." or hold another '/', so it never leads out of that directory.
   const size_t slash = name.find('/');
   return IsJobName(name.substr(0, slash)) &&
          (slash == name.npos || IsVersionName(name.substr(slash + 1)) ||

@@ -10,6 +10,7 @@ size_t ShownBytes(absl::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   const uint8_t first = byte(0);
   if (first < 0x80) return first >= 0x20 && first != 0x7f ? 1 : 0;
+  // The lead bytes of RFC 3629: 0xc0, 0xc1 and those from 0xf5 on begin no character.
   const size_t bytes = first >= 0xf5   ? 0
                        : first >= 0xf0 ? 4
                        : first >= 0xe0 ? 3
@@ -35,6 +36,7 @@ size_t ShownBytes(absl::string_view text) {
 void TakeCharacter(absl::string_view& text, Newlines newlines, std::string& printable) {
   size_t bytes = ShownBytes(text);
   if (bytes == 0 && text[0] == '\n' && newlines == Newlines::kKeep) bytes = 1;
+  // Only one byte is escaped at a time: the next one may begin a character that can be shown.
   if (bytes == 0) {
     absl::StrAppend(&printable, "\\x", absl::Hex(static_cast<uint8_t>(text[0]), absl::kZeroPad2));
     bytes = 1;
@@ -54,6 +56,7 @@ std::string Printable(absl::string_view text, Newlines newlines) {
 
 std::string OneLine(absl::string_view text, size_t most_bytes) {
   std::string line;
+  // Characters are not cut, so the line may be a few bytes longer than `most_bytes`.
   while (!text.empty() && line.size() < most_bytes) {
     TakeCharacter(text, Newlines::kEscape, line);
   }

@@ -49,11 +49,13 @@ void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64
 
 // Elements that this step does not touch: the new version holds what the old one did.
 void KeepRun(const ChunkUpdate& update, int64_t begin, int64_t elements) {
+  // In place nothing is copied, and so there is nothing to record in a redo lane either.
   for (size_t plane = 0; plane < update.from.planes.size(); ++plane) {
     const float* from = update.from.planes[plane];
     float* to = update.to.planes[plane];
     if (from != to) std::memcpy(to + begin, from + begin, elements * sizeof(float));
   }
+  // The rank gets the chunk's weights whole, with those that stay as they were.
   if (update.shard != nullptr) {
     ConvertFromFloat(update.to[Plane::kMaster] + begin,
                      Advance(update.shard, update.shard_dtype, begin), update.shard_dtype,
@@ -92,6 +94,7 @@ void VisitRuns(const ChunkUpdate& update, absl::FunctionRef<int64_t(int)> update
   finish_run();
 }
 
+// Four planes of so many elements are 32 KiB.
 constexpr int64_t kTrialElements = 2048;  // Their new state stays in the cache.
 
 // The largest magnitude as an integer, in whose order NaN and infinity come last.
@@ -114,6 +117,8 @@ constexpr int kFromCauseToEffect[] = {
 void UpdateChunk(const ChunkUpdate& update,
                  absl::FunctionRef<int64_t(int parameter)> update_count_of) {
   VisitRuns(update, update_count_of, [&](int64_t begin, int64_t elements, int64_t update_count) {
+    // What an earlier process has finished of this run. The rest has the same bits, since each
+    // element's update depends on nothing of other elements.
     const int64_t done = std::clamp<int64_t>(update.done - begin, 0, elements);
     if (done == elements) return;
     if (update_count == 0) return KeepRun(update, begin + done, elements - done);
@@ -148,6 +153,7 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
     for (; begin < end && !trial.non_finite.has_value(); begin += kTrialElements) {
       const int64_t count = std::min(kTrialElements, end - begin);
       if (update_count == 0) {
+        // What stays as it is counts as well: the bounds are of all of the group's state.
         look(update.from, begin, begin, count);
         continue;
       }
@@ -155,6 +161,7 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
         const float* const from = update.from.planes[plane];
         piece.to.planes[plane] = from == nullptr ? nullptr : scratch[plane].data();
       }
+      // The kernel that the real update runs, so that its values are those that would be stored.
       UpdateRun(piece, begin, count, update_count, /*to_begin=*/0);
       look(piece.to, 0, begin, count);
     }

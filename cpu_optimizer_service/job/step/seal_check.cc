@@ -62,6 +62,8 @@ std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank
 std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
                                             uint32_t micro_steps) {
   const uint64_t step = given.step.terms().step;
+  // By micro-step, because a refusal names the first ones. Parameters are a set: they may lie in
+  // several chunks.
   std::map<uint32_t, std::set<int>> missing;  // Parameters by first missing micro-step.
   int closed = -1;                            // A chunk that can be sent no more.
   for (const int chunk : given.layout.chunks_of_rank(rank)) {
@@ -79,6 +81,7 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
     if (given.ledger.closed(chunk)) closed = chunk;
     auto& parameters = missing[next];
     given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      // What is missing is all of a chunk, and with it a part of each parameter in it.
       parameters.insert(part.parameter);
       return true;
     });
@@ -123,6 +126,8 @@ std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
   for (const auto& of_chunk : given.step.empties()) {
     const int chunk = of_chunk.first;
     given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      // An empty contribution counts as zeros. Where a parameter was used, zeros would take the
+      // place of its gradient.
       for (const auto& [begin, end] : of_chunk.second) {
         const std::optional<uint32_t> micro_step = given.step.FirstUse(part.parameter, begin, end);
         if (!micro_step.has_value()) continue;
@@ -154,6 +159,7 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
     if (given.step.used(p)) continue;
     AddName(unused, parameter.name);
     // Under every policy: a gradient that is there contradicts what all ranks have declared.
+    // It reads the gradient itself, under the job's lock, so it is not asked of all parameters.
     const int chunk = ChunkWithGradient(given, p, has_gradient);
     if (chunk == -1) continue;
     const int owner = given.layout.chunks()[chunk].rank;
@@ -199,6 +205,8 @@ std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t 
 std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
                                      HasGradient has_gradient) {
   const uint64_t step = given.step.terms().step;
+  // Before all others: what each rank gave is whole by the number that it sealed itself, and only
+  // equal numbers make a step.
   if (const int other = given.step.RankThatDisagrees(last_rank); other != -1) {
     return Because(reason::kSendAndSealAgain,
                    SealRefusal{absl::FailedPreconditionError(absl::StrCat(
@@ -256,6 +264,7 @@ absl::Status CheckScale(const GradientScale& scale, int group_count) {
   for (int group = 0; group < group_count; ++group) {
     const double divisor = scale.divisors.empty() ? 1.0 : scale.divisors[group];
     // Written so that NaN fails too: every comparison with it is false.
+    // Below FLT_MIN it would be denormal in fp32, which the update takes for zero (adam.h).
     const double multiplier = 1.0 / (scale.loss_scale * divisor);
     if (!(divisor > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
       return absl::InvalidArgumentError(absl::StrCat(

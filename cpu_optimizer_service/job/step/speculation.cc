@@ -19,6 +19,7 @@ std::shared_ptr<const StepUpdate> MakeProvisionalUpdate(const JobSpec& spec, con
   }
   update->update_counts.reserve(update_counts.size());
   for (size_t p = 0; p < update_counts.size(); ++p) {
+    // As if every parameter were used. A chunk with one that is not is computed again.
     update->update_counts.push_back(spec.layout.parameters[p].trainable ? update_counts[p] + 1 : 0);
   }
   return update;
@@ -130,6 +131,7 @@ bool Speculation::Supersede(int index) {
   Chunk& chunk = chunks_[index];
   if (chunk.state == State::kQueued) {
     std::erase(parked_, index);
+    // Its task finds that in Run, as in Stop.
     chunk.state = State::kNone;
   }
   if (chunk.state != State::kRunning) return false;
@@ -183,6 +185,8 @@ Speculation::Settled Speculation::Settle(
     const int owner = layout_.chunks()[index].rank;
     chunk.history.Record(published);
     if (chunk.state == State::kReady) {
+      // A stream that was opened since has no weights of its predecessor, so they are sent to it
+      // again.
       const bool sent = chunk.sent_stream != 0 && is_current(owner, chunk.sent_stream);
       ++settled.counts.speculated;
       if (published) {
@@ -194,6 +198,8 @@ Speculation::Settled Speculation::Settle(
         if (sent && apply) settled.dropped[owner].push_back(index);
       }
     }
+    // A rank may still have weights of a version that was dropped, also where none was made after
+    // it.
     const bool has_void = chunk.void_stream != 0 && is_current(owner, chunk.void_stream);
     if (has_void && apply) settled.dropped[owner].push_back(index);
     chunk.Reset();

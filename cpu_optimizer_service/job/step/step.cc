@@ -42,6 +42,7 @@ void OpenStep::SetTerms(StepTerms terms) {
 
 absl::Status OpenStep::Begin(int rank, const StepSettings& settings) {
   Check(!IsLive(rank) || !lacks_terms_, "the first rank to begin an attempt brings its terms");
+  // Terms are those of the live attempt. A rank in a lower one is not compared: it has to discard.
   const std::string difference =
       IsLive(rank) ? FirstDifference(terms_.settings, settings) : std::string();
   if (!difference.empty()) {
@@ -104,6 +105,7 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
     ++state.micro_steps_ended;
     return absl::OkStatus();
   }
+  // One rank may be micro-steps ahead of the others. How many there can be has been checked.
   if (uses_.size() <= micro_step) uses_.resize(micro_step + 1);
   if (used.all) {
     used_.assign(used_.size(), true);
@@ -111,6 +113,7 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
     used_sets_ -= uses_[micro_step].some.use_count() == 1 ? 1 : 0;
     uses_[micro_step] = {.all = true, .some = nullptr};
   } else {
+    // Before anything else is changed, so that after a refusal the micro-step has not ended.
     if (!AddUses(micro_step, used.parameters)) {
       return absl::ResourceExhaustedError(absl::StrCat(
           "rank ", rank, " ends micro-step ", micro_step, " of step ", terms_.step, ", of which ",
@@ -155,6 +158,7 @@ bool OpenStep::AddUses(uint32_t micro_step, const std::vector<int>& parameters) 
 
 void OpenStep::RecordEmpty(int chunk, uint32_t begin, uint32_t end) {
   std::vector<MicroSteps>& empties = empties_[chunk];
+  // The ledger takes a chunk's micro-steps in ascending order, so only the last range can grow.
   if (!empties.empty() && empties.back().end == begin) {
     empties.back().end = end;
   } else {
@@ -181,6 +185,7 @@ absl::Status OpenStep::Seal(int rank, uint32_t micro_steps) {
                                                       " but has ended ", state.micro_steps_ended));
   }
   state.sealed = micro_steps;
+  // From the first seal on ranks wait for each other: the seal's deadline counts from here.
   if (!first_seal_.has_value()) first_seal_ = std::chrono::steady_clock::now();
   return absl::OkStatus();
 }

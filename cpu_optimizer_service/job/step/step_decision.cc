@@ -124,6 +124,8 @@ absl::StatusOr<std::vector<HyperParameters>> WithOverrides(
       return absl::InvalidArgumentError(
           absl::StrCat("overrides name group ", group, " of ", values.size()));
     }
+    // All values are checked together: whether an lr is possible depends on the betas and on the
+    // weight decay, too.
     values[group] = Apply(values[group], changes);
     BALLAST_RETURN_IF_ERROR(
         Annotate(Validate(values[group]), absl::StrCat("group ", spec.groups[group].name)));
@@ -149,6 +151,7 @@ absl::Status CheckVotesAgree(uint64_t step, absl::Span<const RankInStep> ranks) 
   int first = -1;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     if (!ranks[rank].vote.has_value()) continue;
+    // Compared with the lowest rank's, so that the message does not depend on who voted last.
     if (first == -1) first = rank;
     const StepVote& expected = *ranks[first].vote;
     if (*ranks[rank].vote == expected) continue;
@@ -190,6 +193,7 @@ DecidedUpdate DecideStep(const StepFacts& facts) {
   outcome.unused_parameters = UnusedParameters(facts);
   if (!vote.apply) {
     outcome.decision.apply = false;
+    // As of every skip: there is no update that they would belong to.
     outcome.decision.multipliers.clear();
     outcome.skip_cause = SkipCause::kAbandoned;
     outcome.skip_reason = "the ranks voted to abandon it";
@@ -201,6 +205,7 @@ DecidedUpdate DecideStep(const StepFacts& facts) {
             ? "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier"
             : facts.non_finite;
   }
+  // Also of a skip: its record says with which hyper-parameters it would have been applied.
   decided.update = {.step = terms.step,
                     .hyper_parameters = terms.hyper_parameters,
                     .multipliers = outcome.decision.multipliers,

@@ -566,6 +566,19 @@ TEST_F(StreamKeeperTest, AStreamThatEndsAsSoonAsItIsOpenSaysWhy) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("a new process has taken rank 0"));
 }
 
+TEST_F(StreamKeeperTest, AnAttemptWhoseStreamEndsAtOnceLeavesNothingToTheNext) {
+  fake_->ends_at_once = absl::AbortedError("rank 0 was detached");
+  int streams = 0;
+  fake_->on_stream = [&] {
+    if (++streams == 2) fake_->ends_at_once = absl::OkStatus();
+  };
+  options_.rejoin = true;
+  OpenAndBegin();
+  EXPECT_EQ(streams, 2);
+  ASSERT_TRUE(PushChunk(0, [] {}).ok());
+  EXPECT_THAT(fake_->names(2), ElementsAre("open", "begin 5", "gradient 5 chunk 0 [0, 1)"));
+}
+
 TEST_F(StreamKeeperTest, DestructionEndsTheOpeningOfAStream) {
   OpenAndBegin();
   fake_->open_hangs = true;

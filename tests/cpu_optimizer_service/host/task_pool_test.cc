@@ -112,7 +112,7 @@ TEST(TaskPoolDeathTest, HoweverLittleMemoryThereIsItWorksOrFails) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer maps terabytes";
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto work = [](int64_t bytes) {
-    alarm(120);  // What waits without an end ends with this signal.
+    alarm(60);  // What waits without an end ends with this signal.
     const ScopedAddressLimit limit(bytes);
     std::optional<TaskPool> pool;
     std::atomic<bool> ran = false;
@@ -124,7 +124,8 @@ TEST(TaskPoolDeathTest, HoweverLittleMemoryThereIsItWorksOrFails) {
     std::fputs(begun ? "it ran" : "no memory", stderr);
     _exit(0);
   };
-  for (int64_t bytes = 0; bytes < int64_t{64} << 20; bytes += bytes / 4 + (64 << 10)) {
+  for (int64_t bytes = 0; bytes < int64_t{64} << 20 && !HasFailure();
+       bytes += bytes / 4 + (64 << 10)) {
     SCOPED_TRACE(bytes);
     EXPECT_EXIT(
         work(bytes), [](int status) { return WIFEXITED(status); },
