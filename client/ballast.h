@@ -23,9 +23,10 @@
  * open its own: every call returns BALLAST_FAILED_PRECONDITION there, and ballast_close only
  * forgets the session.
  *
- * Waits: sealing, voting and the calls that wait for weights return BALLAST_DEADLINE_EXCEEDED after
- * wait_seconds at most, and are then called again to wait on; so a program can look at signals
- * meanwhile.
+ * Waits: sealing, voting and the calls that wait for a step's weights return
+ * BALLAST_DEADLINE_EXCEEDED after wait_seconds at most, and are then called again to wait on; so a
+ * program can look at signals meanwhile. ballast_open and ballast_read_weights wait for other ranks,
+ * and for first weights, as long as join_timeout_seconds.
  *
  * Structures begin with their size, which the caller sets to sizeof. A library that is newer than
  * the program reads what the program knows, and takes zero for the rest. Strings are UTF-8, end

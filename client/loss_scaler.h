@@ -1,5 +1,6 @@
 // Dynamic loss scaling for fp16 gradients, with the options and the arithmetic of DeepSpeed's
-// (runtime/fp16/loss_scaler.py). The scale is only doubled and halved.
+// (runtime/fp16/loss_scaler.py). The scale is doubled and halved, and never less than min_scale: one
+// that would be is set to that, and then is a power of two only if min_scale is.
 //
 //   auto scaler = client::DynamicLossScaler::Create({}).value();
 //   if (!session->trainer_state().empty()) {  // A restart: the state before that step's outcome.

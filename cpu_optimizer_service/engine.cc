@@ -63,6 +63,10 @@ struct Engine::Impl {
                     .named_memory = options.named_memory} {
     if (options.named_memory != nullptr) options.named_memory->UseTasks(&tasks);
   }
+  ~Impl() {
+    // It outlives the tasks.
+    if (environment.named_memory != nullptr) environment.named_memory->UseTasks(nullptr);
+  }
 
   // For the message that there is no such job.
   std::string WhatBecameOf(const std::string& name) const {
@@ -243,6 +247,14 @@ Engine::TakenOver Engine::TakeOverJobs() {
         entry->second.job = *std::move(job);
         entry->second.ready = true;
         taken.back.push_back(story);
+      } else {
+        // Nothing says which is newer: uids are random, and each job has generations of its own.
+        const Job& kept = *entry->second.job;
+        taken.lost.push_back(absl::StrCat("there are two jobs ", name, ", and the one at step ",
+                                          (*job)->Position().committed_step, " (uid ", uid,
+                                          ") is not taken over; the other one, at step ",
+                                          kept.Position().committed_step, " (uid ", kept.uid(),
+                                          "), is", impl_->LastCheckpointOf(uid)));
       }
     } else if (!absl::IsNotFound(job.status())) {
       taken.lost.push_back(
@@ -286,19 +298,23 @@ Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
     std::move(done)(job.status());
     return {};
   }
-  auto& closing = static_cast<JobImpl&>(**job);
-  return closing.Close([this, name, job = *std::move(job),
-                        done = std::move(done)](absl::StatusOr<bool> closed) mutable {
-    if (closed.ok()) {
-      MutexLock lock(impl_->mutex);
-      const auto found = impl_->jobs.find(name);
-      // Two calls may close one job. When the second one's turn comes, the name may be another
-      // job's.
-      if (found != impl_->jobs.end() && found->second.job == job) impl_->jobs.erase(found);
-    }
-    job.reset();  // Its memory is free when the caller is told, unless a reader has it.
-    std::move(done)(std::move(closed));
-  });
+  return CloseJob(*std::move(job), std::move(done));
+}
+
+Pending Engine::CloseJob(std::shared_ptr<Job> job, Done<bool> done) {
+  auto& closing = static_cast<JobImpl&>(*job);
+  return closing.Close(
+      [this, job = std::move(job), done = std::move(done)](absl::StatusOr<bool> closed) mutable {
+        if (closed.ok()) {
+          MutexLock lock(impl_->mutex);
+          const auto found = impl_->jobs.find(job->spec().name);
+          // Two calls may close one job. When the second one's turn comes, the name may be another
+          // job's.
+          if (found != impl_->jobs.end() && found->second.job == job) impl_->jobs.erase(found);
+        }
+        job.reset();  // Its memory is free when the caller is told, unless a reader has it.
+        std::move(done)(std::move(closed));
+      });
 }
 
 absl::Status Engine::CloseJob(const std::string& name) {
@@ -343,6 +359,7 @@ absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const LookReques
   std::sort(names.begin(), names.end());
   for (const std::string& name : names) {
     if (!IsJobName(name) || name < request.from_folder) continue;
+    if (request.wanted != nullptr && !request.wanted(name)) continue;
     absl::StatusOr<std::vector<FoundCheckpoint>> found =
         ListCheckpoints(files, environment.checkpoints->PathOf(name));
     if (!found.ok()) continue;  // A file, say, or one that is gone by now.
@@ -387,25 +404,30 @@ Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCh
         kMostLooks, " calls list or verify checkpoints already; try again when one has ended")));
     return {};
   }
-  const auto look = std::make_shared<Look>(std::move(done));
-  impl_->disk_threads.Run([this, request = std::move(request), look] {
-    absl::StatusOr<std::vector<FoundCheckpoint>> found =
-        OrOutOfMemory([&]() -> absl::StatusOr<std::vector<FoundCheckpoint>> {
-          if (look->answered()) return absl::CancelledError("the caller is gone");
-          return impl_->Look(request);
-        });
-    if (found.ok() && request.verified && found->size() > kMostVerified) {
-      found = absl::FailedPreconditionError(absl::StrCat(
-          request.path, " has ", found->size(), " checkpoints, of which ", kMostVerified,
-          " are verified at once; verify them by step: ", request.path, "/step-STEP"));
-    }
-    for (size_t i = 0; found.ok() && request.verified && i < found->size(); ++i) {
-      if (!look->answered()) Verify(*impl_->environment.file_system, (*found)[i]);
-    }
-    // Here, and not where the call is cancelled: until now it has had a thread.
-    --impl_->looks;
-    look->Answer(std::move(found));
-  });
+  std::shared_ptr<Look> look;
+  try {
+    look = std::make_shared<Look>(std::move(done));
+    impl_->disk_threads.Run([this, request = std::move(request), look] {
+      absl::StatusOr<std::vector<FoundCheckpoint>> found =
+          OrOutOfMemory([&]() -> absl::StatusOr<std::vector<FoundCheckpoint>> {
+            if (look->answered()) return absl::CancelledError("the caller is gone");
+            auto all = impl_->Look(request);
+            if (!all.ok() || !request.verified || all->size() <= kMostVerified) return all;
+            return absl::FailedPreconditionError(absl::StrCat(
+                request.path, " has ", all->size(), " checkpoints, of which ", kMostVerified,
+                " are verified at once; verify them by step: ", request.path, "/step-STEP"));
+          });
+      for (size_t i = 0; found.ok() && request.verified && i < found->size(); ++i) {
+        if (!look->answered()) Verify(*impl_->environment.file_system, (*found)[i]);
+      }
+      // Here, and not where the call is cancelled: until now it has had a thread.
+      --impl_->looks;
+      look->Answer(std::move(found));
+    });
+  } catch (...) {
+    --impl_->looks;  // Without memory to begin it has no thread, and takes no other look's place.
+    throw;
+  }
   return Pending([look] { look->Answer(absl::CancelledError("the caller is gone")); });
 }
 

@@ -60,7 +60,8 @@ class Engine {
   void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done);
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
   // Takes over what an earlier process left in named memory, before anything else is called. What
-  // cannot be taken over is forgotten. Lines for the log.
+  // cannot be taken over is forgotten; so is, of two jobs of one name, the one with the higher uid.
+  // Lines for the log.
   struct TakenOver {
     std::vector<std::string> back;
     std::vector<std::string> lost;
@@ -76,6 +77,8 @@ class Engine {
   // caller's thread.
   Pending CloseJob(const std::string& name, Done<bool> done);
   absl::Status CloseJob(const std::string& name);
+  // This job alone, whichever has its name by now. OK if it is closed already.
+  Pending CloseJob(std::shared_ptr<Job> job, Done<bool> done);
 
   // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress
   // that somebody is there to finish, at most `seconds`; true if no job has any step in progress.
@@ -94,6 +97,8 @@ class Engine {
     // there are `enough`.
     std::string from_folder;
     size_t enough = std::numeric_limits<size_t>::max();
+    // And those of which this, if it is not null, says false; it may be asked after the call's end.
+    std::function<bool(absl::string_view folder)> wanted = nullptr;
   };
   static constexpr size_t kMostVerified = 4096;
   Pending LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done);

@@ -82,7 +82,7 @@ cp tests/support/processes.py "$tree/tests/support/"
 cp LICENSE "$tree/"
 if [[ -n $wheel ]]; then
   wheel=$(from_caller "$wheel")
-  [[ -f $wheel && $wheel == *.whl ]] || fail "--wheel: there is no wheel $wheel; client/python makes one"
+  [[ -f $wheel && $wheel == *.whl ]] || fail "--wheel: there is no wheel $wheel; deploy/wheel.sh --out DIR makes one"
   mkdir "$tree/wheel"
   cp "$wheel" "$tree/wheel/"
 fi

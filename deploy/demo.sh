@@ -135,6 +135,11 @@ check_flags() {
 prepare_folders() {
   local available_kib
   [[ -n $out ]] || out=out/demo-$(date +%Y%m%d-%H%M%S)-$$
+  # What lies there is replaced by the demo's results at its end, so it has to be an earlier demo's.
+  if [[ -e $out && ! -e $out/summary.json ]]; then
+    [[ -d $out && -z $(ls -A "$out") ]] ||
+      fail "$out is there and is not a demo's results; choose a new folder with --out"
+  fi
   local folder=$out
   while [[ ! -e $folder ]]; do
     made+=("$folder")

@@ -18,8 +18,8 @@ class Counter {
  public:
   Counter(CodedInputStream& in, int64_t most) : in_(in), most_(most) {}
 
-  // Up to the end of the message, or of the group that `group` begins; 0: it is none. `type` is null
-  // in a group, which no message of ours has. False: there is no more to count.
+  // Up to the end of the message, or of the group that `group` begins; 0: it is none. `type` is
+  // null in a group, which no message of ours has. False: there is no more to count.
   bool Count(const Descriptor* type, int group) {
     while (const uint32_t tag = in_.ReadTag()) {
       const int number = WireFormatLite::GetTagFieldNumber(tag);

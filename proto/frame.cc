@@ -31,8 +31,8 @@ constexpr int kMaxTagBytes = 5;
 constexpr int kMaxVarintBytes = 10;
 // Today's headers have about 30 bytes; the rest is room for fields of later versions.
 constexpr size_t kMaxHeaderBytes = 64 << 10;
-// Of a message to the service, without its payload. The largest is the opening of an upload with the
-// update counts of 2^20 parameters.
+// Of a message to the service, without its payload. The largest is the opening of an upload with
+// the update counts of 2^20 parameters.
 constexpr size_t kMaxOtherBytes = size_t{10} << 20;
 // Groups occur only as unknown fields. The generated code refuses 100 levels.
 constexpr size_t kMaxGroupDepth = 32;

@@ -1,16 +1,19 @@
 #include "server/address.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 
 namespace ballast::server {
 namespace {
@@ -26,6 +29,11 @@ absl::StatusOr<Address> ParseUnixAddress(const std::string& text) {
         sizeof(sockaddr_un::sun_path) - 1, " bytes"));
   }
   return Address{.text = text, .host = "", .port = 0, .unix_path = path};
+}
+
+std::string FolderOfSocket(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash + 1);
 }
 
 }  // namespace
@@ -67,19 +75,39 @@ absl::Status CheckUnixSocketIsFree(const Address& address) {
   name.sun_family = AF_UNIX;
   // ParseAddress has checked that it fits, with a zero behind it.
   std::memcpy(name.sun_path, address.unix_path.data(), address.unix_path.size());
-  const int socket_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (socket_fd < 0) {
+  // Otherwise connect would wait for as long as connections queue there that nobody accepts.
+  const FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address.text, ": ", std::strerror(errno)));
   }
-  // A socket that no process listens on is left over from one that has ended; Listener::Add
-  // replaces it.
   const bool answered =
-      connect(socket_fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0;
-  close(socket_fd);
-  if (!answered) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text,
-                                             ": another process does; stop it or choose another"));
+      connect(socket.number(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0;
+  const int error = answered ? 0 : errno;
+  switch (error) {
+    // A socket that no process listens on is left over from one that has ended; Listener::Add
+    // replaces it.
+    case ECONNREFUSED:
+    // There is nothing, or there cannot be: Listener::Add says what is wrong with the path.
+    case ENOENT:
+    case ENOTDIR:
+      return absl::OkStatus();
+    case 0:
+    case EAGAIN:  // So many connections wait for that process that it takes no more for now.
+      return absl::UnavailableError(absl::StrCat(
+          "cannot listen on ", address.text, ": another process does; stop it or choose another"));
+    case EACCES:
+      // In a folder that this user may not even enter nothing can be replaced: Listener::Add says
+      // what is wrong.
+      if (faccessat(AT_FDCWD, FolderOfSocket(address.unix_path).c_str(), X_OK, AT_EACCESS) != 0) {
+        return absl::OkStatus();
+      }
+      [[fallthrough]];
+    default:  // Such as EACCES: the socket of another user, whose process may live.
+      return absl::UnavailableError(absl::StrCat(
+          "cannot listen on ", address.text, ": whether another process does cannot be told (",
+          std::strerror(error), "); stop it and remove that file, or choose another"));
+  }
 }
 
 }  // namespace ballast::server

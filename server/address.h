@@ -22,7 +22,8 @@ absl::StatusOr<Address> ParseAddress(const std::string& text);
 // Whether only this host can reach it: a unix socket, localhost, 127.0.0.0/8 or ::1.
 bool IsLocal(const Address& address);
 
-// UNAVAILABLE if another process listens on this unix socket. gRPC would silently take its place.
+// UNAVAILABLE if another process listens on this unix socket, or if that cannot be told:
+// Listener::Add would silently take its place.
 absl::Status CheckUnixSocketIsFree(const Address& address);
 
 }  // namespace ballast::server

@@ -47,6 +47,7 @@ void WatchedCall::Ended() {
   const std::thread::id here = std::this_thread::get_id();
   // The look uses, without the lock, what the caller destroys after this.
   while (looking_ != std::thread::id() && looking_ != here) looked_.Wait(mutex_);
+  ended_ = true;
   std::swap(cancel, cancel_);
   std::swap(over, over_if_);
 }
@@ -76,9 +77,11 @@ void WatchedCall::Look(Clock::time_point now) {
             : must_act_since_.has_value() && Seconds(now - *must_act_since_) > patience_seconds_;
     if (too_late) std::swap(cancel, cancel_);
   }
-  if (cancel != nullptr) (void)RunsInMemory(cancel);
+  const bool lacked_memory = cancel != nullptr && !RunsInMemory(cancel);
   {
     MutexLock lock(mutex_);
+    // For the next look, unless the call has ended within this.
+    if (lacked_memory && !ended_) std::swap(cancel, cancel_);
     looking_ = std::thread::id();
   }
   looked_.NotifyAll();

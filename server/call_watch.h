@@ -55,6 +55,7 @@ class WatchedCall {
   CondVar looked_;
   std::function<void()> cancel_ ABSL_GUARDED_BY(mutex_);  // Null: ended, or cancelled.
   std::thread::id looking_ ABSL_GUARDED_BY(mutex_);       // The thread that does, while it does.
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   std::function<bool()> over_if_ ABSL_GUARDED_BY(mutex_);
   std::optional<Clock::time_point> over_since_ ABSL_GUARDED_BY(mutex_);
   std::optional<Clock::time_point> must_act_since_ ABSL_GUARDED_BY(mutex_);

@@ -100,6 +100,13 @@ void SetPort(addrinfo& address, int port) {
   }
 }
 
+// Its numbers, without the port.
+std::string HostOf(const addrinfo& address) {
+  char host[NI_MAXHOST] = {};
+  getnameinfo(address.ai_addr, address.ai_addrlen, host, sizeof(host), nullptr, 0, NI_NUMERICHOST);
+  return host;
+}
+
 // With the port that the system chose.
 std::string TextOf(const Address& address, int port) {
   if (!address.unix_path.empty() || address.port != 0) return address.text;
@@ -307,7 +314,8 @@ absl::Status Listener::KeepFrom(size_t first, const Address& address, NamedMemor
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* memory) {
+absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* memory,
+                                          const std::function<void(const std::string&)>& warn) {
   if (IsKept(address, memory)) return AddKept(address, *memory);
   const size_t first = sockets_.size();
   if (!address.unix_path.empty()) {
@@ -334,6 +342,7 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
   int port = address.port;
   bool bound = false;
   absl::Status failed;
+  std::vector<std::string> warnings;
   for (addrinfo* each = found; each != nullptr; each = each->ai_next) {
     SetPort(*each, port);
     absl::StatusOr<FileDescriptor> socket =
@@ -341,6 +350,8 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
     if (!socket.ok()) {
       // Some may not be there, such as ::1 where IPv6 is off. One is enough.
       failed = socket.status();
+      warnings.push_back(absl::StrCat(failed.message(), " (at ", HostOf(*each), ", one of several ",
+                                      "addresses of that name; another one is listened on)"));
       continue;
     }
     if (port == 0) port = PortOf(socket->number());
@@ -348,6 +359,9 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
     bound = true;
   }
   if (!bound) return failed;
+  for (const std::string& line : warnings) {
+    if (warn != nullptr) warn(line);
+  }
   BALLAST_RETURN_IF_ERROR(KeepFrom(first, address, memory));
   return TextOf(address, port);
 }

@@ -66,7 +66,10 @@ class Listener {
   // or not this user's to listen on; no descriptors are left.
   // With `memory`, nullable, its keeper has the sockets, too, and what an earlier process left of
   // this address is listened on again: its connections have queued meanwhile.
-  absl::StatusOr<std::string> Add(const Address& address, NamedMemory* memory = nullptr);
+  // Of a name with several addresses one that can be listened on is enough. `warn`, which may be
+  // null, then gets a line for each of the others.
+  absl::StatusOr<std::string> Add(const Address& address, NamedMemory* memory = nullptr,
+                                  const std::function<void(const std::string&)>& warn = nullptr);
   // Whether an earlier process left the address's sockets there.
   static bool IsKept(const Address& address, const NamedMemory* memory);
 

@@ -98,7 +98,13 @@ void Newcomers::OnReadable(Id id) {
   if (newcomer == all_.end()) return;
   const Newcomer& it = newcomer->second;
   if (IsGone(it.connection.number())) return Remove(newcomer);
-  if (HasSaidEnough(it.connection.number(), it.tls)) ready_[it.source].insert(id);
+  if (!HasSaidEnough(it.connection.number(), it.tls)) return;
+  // A source never has an empty set, also where there is no memory for what would be in it.
+  if (const auto ready = ready_.find(it.source); ready != ready_.end()) {
+    ready->second.insert(id);
+  } else {
+    ready_.emplace(it.source, std::set<Id>{id});
+  }
 }
 
 void Newcomers::DropLate(Clock::time_point now) {

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "proto/frame.h"
 #include "server/call_guard.h"
 
@@ -133,12 +134,17 @@ class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byte
 
   // For the watch: ends what asks nothing, and cancels what takes no answer.
   void GiveUp(grpc::CallbackServerContext& context) {
+    // Before the stream is this one's to end: were there no memory for the text after that, nobody
+    // would end it.
+    const absl::Status why = OrOutOfMemory([] {
+      return absl::DeadlineExceededError(
+          absl::StrCat("no request arrived within ", WatchedCall::kOpenSeconds,
+                       " seconds; open another stream when there is one"));
+    });
     // While a read is under way there is no write, so the stream can end with its reason. A write
     // that hangs can only be cancelled.
     if (!reading_.exchange(false)) return context.TryCancel();
-    Finish(EndOf(absl::DeadlineExceededError(
-        absl::StrCat("no request arrived within ", WatchedCall::kOpenSeconds,
-                     " seconds; open another stream when there is one"))));
+    Finish(EndOf(why));
   }
 
   CallPool& pool_;

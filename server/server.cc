@@ -98,8 +98,8 @@ absl::StatusOr<std::unique_ptr<Access>> OpenAccess(const ServerOptions& options)
       [](const std::string& line) { spdlog::warn("{}", line); });
 }
 
-// Each job whose first rank has sealed `deadline_seconds` ago or earlier tells its sealed ranks which
-// ones they wait for.
+// Each job whose first rank has sealed `deadline_seconds` ago or earlier tells its sealed ranks
+// which ones they wait for.
 void RemindSealedRanks(const Engine& engine, double deadline_seconds) {
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
     const std::optional<double> seconds = job->SecondsSinceFirstSeal();
@@ -176,12 +176,13 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
   builder.RegisterService(&reflection);
   for (grpc::Service* service : more_services) builder.RegisterService(service);
   listener = std::make_unique<Listener>();
+  const auto warn = [](const std::string& line) { spdlog::warn("{}", line); };
   // Addresses that are listened on no more are given up first, as a new one may need their port,
   // and are forgotten last: if a new one fails, the next start still finds them.
   if (engine.named_memory() != nullptr) listener->GiveUpKept(parsed, *engine.named_memory());
   for (const Address& address : parsed) {
     BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(),
-                             listener->Add(address, engine.named_memory()));
+                             listener->Add(address, engine.named_memory(), warn));
   }
   if (engine.named_memory() != nullptr) listener->ForgetKept(*engine.named_memory());
   // The builder has no address: all connections come through the acceptors.
@@ -195,9 +196,9 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
       [tcp = std::move(tcp), unix_users = std::move(unix_users)](int connection) {
         IsUnixSocket(connection) ? unix_users->Take(connection) : tcp(connection);
       },
-      [](const std::string& line) { spdlog::warn("{}", line); },
-      {.tls = access->has_tls(),
-       .held_until = [this](const std::string& source) { return resets.HeldUntil(source); }});
+      warn, {.tls = access->has_tls(), .held_until = [this](const std::string& source) {
+               return resets.HeldUntil(source);
+             }});
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,

@@ -147,34 +147,6 @@ absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given,
   return parameter;
 }
 
-// Session::Open checks a layout, but only one that is whole, so what partitions, and what this rank
-// owns, are computed from is checked here.
-absl::Status CheckElements(const LayoutSpec& layout) {
-  int64_t all = 0;
-  for (const ParameterSpec& parameter : layout.parameters) {
-    if (parameter.group < 0 || parameter.group >= layout.group_count) {
-      return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name, " is in group ",
-                                                     parameter.group, " of ", layout.group_count));
-    }
-    int64_t elements = 1;
-    for (const int64_t extent : parameter.shape) {
-      // By division, because the product could overflow.
-      if (extent < 0 || (extent > 0 && elements > kMaxFlatElements / extent)) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "parameter ", parameter.name, " has an extent of ", extent,
-            ", which is negative, or makes more than ", kMaxFlatElements, " elements"));
-      }
-      elements *= extent;
-    }
-    all += elements;
-    if (all > kMaxFlatElements) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("the job has more than ", kMaxFlatElements, " elements"));
-    }
-  }
-  return absl::OkStatus();
-}
-
 // Each group's flat space in buckets, each bucket cut among the ranks.
 void AddPartitions(int64_t bucket_elements, LayoutSpec& layout) {
   const int64_t most = bucket_elements > 0 ? bucket_elements : kMaxFlatElements;
@@ -215,7 +187,9 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
     BALLAST_ASSIGN_OR_RETURN(job.layout.parameters.emplace_back(),
                              ReadParameter(CReadAt(given.parameters, p), job.layout.mesh));
   }
-  BALLAST_RETURN_IF_ERROR(CheckElements(job.layout));
+  // Session::Open checks a layout, but only one that is whole, so what partitions, and what this
+  // rank owns, are computed from is checked here.
+  BALLAST_RETURN_IF_ERROR(CheckParameters(job.layout));
   if (given.chunk_elements > 0) job.layout.chunk_elements = given.chunk_elements;
   if (job.layout.mesh.empty()) {
     AddPartitions(given.bucket_elements, job.layout);

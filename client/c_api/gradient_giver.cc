@@ -165,7 +165,8 @@ void GradientGiver::WriterLoop() {
       next = queue_.front();
       queue_.pop_front();
     }
-    // Without queue_mutex_: a push may wait, and so may a thread that has mutex_, and Written must not.
+    // Without queue_mutex_: a push may wait, and so may a thread that has mutex_, and Written must
+    // not.
     absl::Status status = PushWritten(next);
     MutexLock lock(mutex_);
     // Reset has cleared the queue and the error meanwhile, and this push is of an attempt that is

@@ -85,20 +85,23 @@ Command GroupsCommand() {
 }
 
 Command SetGroupCommand() {
-  return {.spec = {.name = "set-group",
-                   .positionals = {"JOB", "GROUP"},
-                   .summary = "changes hyper-parameters from the next step on",
-                   .details =
-                       "A value that is not named stays. amsgrad is fixed when a job is created.",
-                   .flags = {{"lr", "NUMBER", "learning rate"},
-                             {"beta1", "NUMBER", "decay of exp_avg"},
-                             {"beta2", "NUMBER", "decay of exp_avg_sq"},
-                             {"eps", "NUMBER", "added to the denominator"},
-                             {"weight-decay", "NUMBER", "weight decay"},
-                             {"decoupled-weight-decay", "BOOL", "true: AdamW; false: L2 (Adam)"},
-                             {"bias-correction", "BOOL", "true or false"},
-                             {"maximize", "BOOL", "true or false"}}},
-          .prepare = PrepareSetGroup};
+  return {
+      .spec = {.name = "set-group",
+               .positionals = {"JOB", "GROUP"},
+               .summary = "changes hyper-parameters from the next step on",
+               .details =
+                   "A value that is not named stays. amsgrad is fixed when a job is created. What "
+                   "the trainer itself brings with each step, as ballast-worker brings lr, stays "
+                   "the trainer's.",
+               .flags = {{"lr", "NUMBER", "learning rate"},
+                         {"beta1", "NUMBER", "decay of exp_avg"},
+                         {"beta2", "NUMBER", "decay of exp_avg_sq"},
+                         {"eps", "NUMBER", "added to the denominator"},
+                         {"weight-decay", "NUMBER", "weight decay"},
+                         {"decoupled-weight-decay", "BOOL", "true: AdamW; false: L2 (Adam)"},
+                         {"bias-correction", "BOOL", "true or false"},
+                         {"maximize", "BOOL", "true or false"}}},
+      .prepare = PrepareSetGroup};
 }
 
 }  // namespace ballast::client::cli

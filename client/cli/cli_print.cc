@@ -11,7 +11,6 @@
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
-namespace {}  // namespace
 
 std::string JobsText(const v1::ListJobsResponse& response) {
   const std::string memory =

@@ -268,8 +268,6 @@ std::string StepsText(const v1::Job& job) {
                       UnusedText(job, first));
 }
 
-}  // namespace
-
 std::string CoverageText(const v1::Job& job) {
   std::string text =
       absl::StrCat("complete in ", FormatCount(job.coverage_complete_steps()), " of ",
@@ -279,6 +277,8 @@ std::string CoverageText(const v1::Job& job) {
   }
   return text;
 }
+
+}  // namespace
 
 std::string JobText(const v1::Job& job) {
   std::string text = absl::StrCat(

@@ -83,8 +83,8 @@ class TraceDownload {
 // The error if no step began: it names what the job did instead.
 absl::Status NothingBegun(Service& service, const TraceRequest& request, absl::Duration waited) {
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, false));
-  const bool in_step =
-      job.phase() == v1::OPEN || job.phase() == v1::SEALED || job.phase() == v1::UPDATING;
+  const bool in_step = job.phase() == v1::OPEN || job.phase() == v1::SEALED ||
+                       job.phase() == v1::VOTING || job.phase() == v1::UPDATING;
   const std::string there = in_step
                                 ? absl::StrCat("step ", job.committed_step() + 1, " is ",
                                                Name(job.phase()), " and was begun before the trace")

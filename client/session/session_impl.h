@@ -106,6 +106,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // Of both uploads.
   absl::Status Upload(const FirstState& state,
                       const std::function<void(int chunk, absl::Span<float> out)>& fill);
+  // OK once the service has this rank's.
+  absl::Status SendFirstWeights(const FirstState& state,
+                                const std::function<void(int chunk, absl::Span<float> out)>& fill);
   // Reads the chunks that `sink` misses, at `step` if that has a value. Sets `step` to the step of
   // the weights that arrived.
   absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step, absl::Duration limit);

@@ -110,7 +110,9 @@ void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
 }
 
 absl::Status SessionImpl::Decide(StepDecision decision) {
-  // Before the trainer is notified, who may begin the next step at once.
+  // The log has nothing of the next step, which the trainer begins after Committed. Emptied before
+  // the trainer is notified, so that payloads are released when Seal returns, unless the transport
+  // still has them.
   log_.StepDecided();
   if (decision.applied) sink_.Begin();
   return progress_.Decided(std::move(decision));

@@ -54,7 +54,18 @@ absl::Status SessionImpl::UploadState(
 
 absl::Status SessionImpl::Upload(
     const FirstState& state, const std::function<void(int chunk, absl::Span<float> out)>& fill) {
-  const std::string context = absl::StrCat(Context(), ": upload of first weights");
+  // Before the upload: with the last rank's part the job is at this step, and a stream that is
+  // reopened after that must find the same step here (OnAttachedAgain).
+  const uint64_t step_before = committed_step_;
+  if (awaiting_weights_) committed_step_ = state.step;
+  const absl::Status sent = SendFirstWeights(state, fill);
+  // As far as this rank knows, the job is where it was.
+  if (!sent.ok()) committed_step_ = step_before;
+  return Annotate(sent, absl::StrCat(Context(), ": upload of first weights"));
+}
+
+absl::Status SessionImpl::SendFirstWeights(
+    const FirstState& state, const std::function<void(int chunk, absl::Span<float> out)>& fill) {
   const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
   v1::OpenTrain open = OpenMessage();
   std::vector<int> planes(options_.job.groups.size(), 1);
@@ -64,9 +75,6 @@ absl::Status SessionImpl::Upload(
                                                              state.update_counts.end());
     planes = PlanesByGroup(options_.job);
   }
-  // Before the upload: with the last rank's part the job is at this step, and a stream that is
-  // reopened after that must find the same step here (OnAttachedAgain).
-  if (awaiting_weights_) committed_step_ = state.step;  // Once the job has them.
   int attempts = 0;
   absl::StatusOr<v1::UploadWeightsResponse> response;
   const absl::Status sent = RetryBetweenSteps(
@@ -90,10 +98,10 @@ absl::Status SessionImpl::Upload(
     BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
     if (job.phase() != v1::AWAITING_WEIGHTS) return absl::OkStatus();
   }
-  if (!sent.ok()) return Annotate(sent, context);
+  BALLAST_RETURN_IF_ERROR(sent);
   if (response->chunks() != static_cast<int64_t>(chunks.size())) {
-    return absl::InternalError(absl::StrCat(context, ": the service took ", response->chunks(),
-                                            " of ", chunks.size(), " chunks"));
+    return absl::InternalError(
+        absl::StrCat("the service took ", response->chunks(), " of ", chunks.size(), " chunks"));
   }
   return absl::OkStatus();
 }

@@ -52,8 +52,8 @@ void StepProgress::End() {
 
 bool StepProgress::StartDiscard() {
   MutexLock lock(mutex_);
-  // An answer that arrived after a call gave up waiting is that call's: the next one returns it, and
-  // does not discard the attempt after it, too.
+  // An answer that arrived after a call gave up waiting is that call's: the next one returns it,
+  // and does not discard the attempt after it, too.
   if (decision_.has_value() || discarding_ || !discard_is_told_) return false;
   discarding_ = true;
   discard_is_told_ = false;

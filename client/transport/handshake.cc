@@ -24,8 +24,8 @@ namespace {
 // For a handshake of a process that gets little of the processor.
 constexpr absl::Duration kHandshakeLimit = absl::Seconds(5);
 
-// OpenSSL writes to a socket whose peer may have closed it, and the program's way with SIGPIPE is its
-// own.
+// OpenSSL writes to a socket whose peer may have closed it, and the program's way with SIGPIPE is
+// its own.
 class WithoutSigPipe {
  public:
   WithoutSigPipe() {

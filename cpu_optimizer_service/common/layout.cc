@@ -41,6 +41,12 @@ std::string Describe(absl::Span<const Placement> placements) {
                       "]");
 }
 
+int64_t Product(absl::Span<const int64_t> shape) {
+  int64_t elements = 1;
+  for (const int64_t size : shape) elements *= size;
+  return elements;
+}
+
 // Number of elements of a shape, or an error if it is negative or beyond kMaxFlatElements.
 absl::StatusOr<int64_t> CountElements(const ParameterSpec& parameter) {
   int64_t elements = 1;
@@ -174,7 +180,7 @@ absl::StatusOr<Layout> Layout::CreateForRank(LayoutSpec spec, int rank) {
 
 absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, int first_rank, int last_rank) {
   // This comes before any table is made: tables are as long as a peer's description says.
-  BALLAST_RETURN_IF_ERROR(CheckBounds(spec));
+  BALLAST_RETURN_IF_ERROR(CheckParameters(spec));
   Layout layout;
   layout.spec_ = std::move(spec);
   layout.first_rank_ = first_rank;
@@ -190,34 +196,13 @@ absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, int first_rank, i
 
 absl::Status Layout::AddParameters() {
   places_.reserve(spec_.parameters.size());
-  int64_t all_elements = 0;
   for (int index = 0; index < static_cast<int>(spec_.parameters.size()); ++index) {
     const ParameterSpec& parameter = spec_.parameters[index];
-    if (parameter.name.empty()) {
-      return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has no name"));
-    }
-    BALLAST_RETURN_IF_ERROR(CheckSizes(parameter, index));
-    if (parameter.name == "__metadata__") {  // Checkpoints could not hold it.
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", index, " is named __metadata__, which safetensors reserves"));
-    }
     if (!by_name_.emplace(parameter.name, index).second) {
       return absl::InvalidArgumentError(
           absl::StrCat("two parameters are named ", parameter.name, "; names must differ"));
     }
-    if (parameter.group < 0 || parameter.group >= group_count()) {
-      return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name, " is in group ",
-                                                     parameter.group, " but there are only ",
-                                                     group_count(), " groups"));
-    }
-    ParameterPlace place;
-    BALLAST_ASSIGN_OR_RETURN(place.elements, CountElements(parameter));
-    // Compared after each parameter, none of which has more than the bound: it cannot overflow.
-    all_elements += place.elements;
-    if (all_elements > kMaxFlatElements) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("the job has more than ", kMaxFlatElements, " elements"));
-    }
+    const ParameterPlace place = {.elements = Product(parameter.shape)};
     // A parameter of no elements has no part in a space, and so none in chunks and sums.
     if (parameter.trainable && place.elements > 0) {
       group_parameters_[parameter.group].push_back(index);
@@ -519,14 +504,41 @@ std::string Layout::FirstDifference(const Layout& other) const {
   return "";
 }
 
+absl::Status CheckParameters(const LayoutSpec& spec) {
+  BALLAST_RETURN_IF_ERROR(CheckBounds(spec));
+  int64_t all_elements = 0;
+  for (int index = 0; index < static_cast<int>(spec.parameters.size()); ++index) {
+    const ParameterSpec& parameter = spec.parameters[index];
+    if (parameter.name.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has no name"));
+    }
+    BALLAST_RETURN_IF_ERROR(CheckSizes(parameter, index));
+    if (parameter.name == "__metadata__") {  // Checkpoints could not hold it.
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", index, " is named __metadata__, which safetensors reserves"));
+    }
+    if (parameter.group < 0 || parameter.group >= spec.group_count) {
+      return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name, " is in group ",
+                                                     parameter.group, " but there are only ",
+                                                     spec.group_count, " groups"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(const int64_t elements, CountElements(parameter));
+    // Compared after each parameter, none of which has more than the bound: it cannot overflow.
+    all_elements += elements;
+    if (all_elements > kMaxFlatElements) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the job has more than ", kMaxFlatElements, " elements"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count) {
   std::vector<int64_t> flat_elements(group_count, 0);
   for (const ParameterSpec& parameter : parameters) {
     if (!parameter.trainable) continue;
     // Nothing is checked here: callers have to see that groups are in range and that products fit.
-    int64_t elements = 1;
-    for (const int64_t size : parameter.shape) elements *= size;
-    flat_elements[parameter.group] += elements;
+    flat_elements[parameter.group] += Product(parameter.shape);
   }
   for (int64_t& elements : flat_elements) elements = RoundUp(elements, kBlockElements);
   return flat_elements;

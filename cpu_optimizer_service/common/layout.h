@@ -310,6 +310,11 @@ void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit
   }
 }
 
+// INVALID_ARGUMENT, as Create says it, unless FlatElements and then MakeBuckets may be called for
+// `spec`: its bounds, and each parameter's name, group and size. Partitions and mesh are not looked
+// at, and nothing is allocated.
+absl::Status CheckParameters(const LayoutSpec& spec);
+
 // Sizes of the flat spaces that `parameters` make, padded to whole blocks.
 std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count);
 

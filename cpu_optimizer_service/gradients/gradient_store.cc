@@ -155,9 +155,9 @@ int64_t GradientStore::PlaceBytes(int index) const {
 }
 
 // A place that is lent: the rank has not taken its last weights, which a worker does before it goes
-// on; or another process has taken the rank, and what the older one left unread has not been dropped
-// yet. So this is rare, and for a few chunks. In memory of this process alone the gradient would be
-// lost with it, and, once its step is decided, the job.
+// on; or another process has taken the rank, and what the older one left unread has not been
+// dropped yet. So this is rare, and for a few chunks. In memory of this process alone the gradient
+// would be lost with it, and, once its step is decided, the job.
 absl::Status GradientStore::MakePlace(int index) {
   ChunkGradient& chunk = chunks_[index];
   // A second payload goes to the accumulator. A place that is free here stays free until Add: only

@@ -24,8 +24,8 @@
 namespace ballast {
 namespace {
 
-// What has been written is on its way to the device while more comes, so that Close waits for little,
-// and few pages that are to be written stand in the way of others who need memory.
+// What has been written is on its way to the device while more comes, so that Close waits for
+// little, and few pages that are to be written stand in the way of others who need memory.
 constexpr int64_t kWriteBackBytes = int64_t{16} << 20;
 
 // The page cache costs as much of a processor as a checksum does, and a checkpoint has no use for
@@ -36,8 +36,8 @@ bool KnowsDirectWrites(int descriptor) {
          (is.f_type == EXT4_SUPER_MAGIC || is.f_type == XFS_SUPER_MAGIC);
 }
 
-// Of the name in the directory that is open as `parent`, which need not be there. 0, or the errno of
-// a failure. std::filesystem::remove_all ends the process where it has no memory.
+// Of the name in the directory that is open as `parent`, which need not be there. 0, or the errno
+// of a failure. std::filesystem::remove_all ends the process where it has no memory.
 int RemoveTree(int parent, const char* name) {
   // It is removed without a look at what it is, because another process could change that between
   // the look and the removal. Another process may also remove the same tree: what is gone is no

@@ -120,7 +120,7 @@ void KeptRecord::Forget() {
   Stored("a record is forgotten");
 }
 
-absl::Status KeptRecord::Grow(int64_t bytes) {
+absl::Status KeptRecord::Grow(int64_t bytes, std::unique_ptr<Arena>& older) {
   // Twice what is needed now, so that contents that grow a little each time are seldom moved.
   const int64_t capacity = std::max(capacity_, 2 * bytes);
   const int64_t half = AlignUp(capacity + static_cast<int64_t>(sizeof(HalfHeader)));
@@ -133,7 +133,7 @@ absl::Status KeptRecord::Grow(int64_t bytes) {
   // `current` is 0 until Store flips it: a process that dies before leaves this one without
   // contents, and TakeOver takes the older one.
   HeaderOf(*arena).capacity = static_cast<uint64_t>(capacity);
-  arena_.swap(arena);
+  older = std::exchange(arena_, std::move(arena));
   return absl::OkStatus();
 }
 
@@ -141,11 +141,7 @@ absl::Status KeptRecord::Store(absl::string_view contents) {
   const auto bytes = static_cast<int64_t>(contents.size());
   std::unique_ptr<Arena> older;  // Until the new one has what it had.
   if (arena_ == nullptr || bytes > capacity_) {
-    older = std::move(arena_);
-    if (absl::Status status = Grow(bytes); !status.ok()) {
-      arena_ = std::move(older);
-      return status;
-    }
+    BALLAST_RETURN_IF_ERROR(Grow(bytes, older));
   }
   RecordHeader& header = HeaderOf(*arena_);
   const int next = HalfIn(header.current) == 1 ? 2 : 1;

@@ -44,7 +44,10 @@ class KeptRecord {
   // After that: an earlier process had made memory for it, whether or not it stored anything.
   bool was_made() const { return number_ > 0; }
   // Memory for it, with nothing stored. RESOURCE_EXHAUSTED.
-  absl::Status Make() { return Grow(capacity_ / 2); }
+  absl::Status Make() {
+    std::unique_ptr<Arena> none;
+    return Grow(capacity_ / 2, none);
+  }
   // RESOURCE_EXHAUSTED: no memory to grow; then it has what it had.
   absl::Status Store(absl::string_view contents);
   // A later process finds that nothing was stored.
@@ -59,7 +62,8 @@ class KeptRecord {
   }
 
  private:
-  absl::Status Grow(int64_t bytes);
+  // `older`: what it had until now. After an error it is as it was.
+  absl::Status Grow(int64_t bytes, std::unique_ptr<Arena>& older);
   absl::Status Damaged() const;
 
   NamedArenas& arenas_;

@@ -38,8 +38,8 @@ int64_t SizeOf(int file) {
   return fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) ? facts.st_size : 0;
 }
 
-// Where nothing is mapped, for so many bytes that begin a huge page: elsewhere the kernel maps none.
-// Null: anywhere.
+// Where nothing is mapped, for so many bytes that begin a huge page: elsewhere the kernel maps
+// none. Null: anywhere.
 void* PlaceFor(int64_t bytes) {
   if (bytes < kHugePageBytes) return nullptr;
   const int64_t room = bytes + kHugePageBytes;

@@ -71,15 +71,15 @@ void TaskQueue::Start(std::function<void()> task, int node) {
     of.tasks.push_back(std::move(task));
     // There is a taker for each thread, and none of them goes before it has seen the queue empty.
     if (of.takers == state->pool.threads_of(node)) return;
-    ++of.takers;
-  }
-  if (RunsInMemory([&] { state->StartTaker(node); })) return;
-  std::function<void()> dropped;  // Destroyed without the lock.
-  {
-    MutexLock lock(state->mutex);
-    State::Node& of = state->nodes[node];
-    if (--of.takers > 0 || of.tasks.empty()) return;  // Those who are there take it, too.
-    dropped = std::move(of.tasks.back());
+    // Under the lock, so that no other thread counts on a taker that then is not started.
+    if (RunsInMemory([&] { state->StartTaker(node); })) {
+      ++of.takers;
+      return;
+    }
+    if (of.takers > 0) return;  // Those who are there take it, too.
+    // Without a taker the queue was empty, so this is the only one. It is destroyed without the
+    // lock.
+    task = std::move(of.tasks.back());
     of.tasks.pop_back();
   }
   throw std::bad_alloc();

@@ -13,9 +13,9 @@
 namespace ballast {
 namespace {
 
-// What outlives the process beside state and gradients (kept_job.h): records and logs of an ordinary
-// job in pages of their own, lanes, and two words a chunk. (A word more of a previous version is with
-// that: NeedOf.)
+// What outlives the process beside state and gradients (kept_job.h): records and logs of an
+// ordinary job in pages of their own, lanes, and two words a chunk. (A word more of a previous
+// version is with that: NeedOf.)
 int64_t KeptBytes(const Layout& layout, int threads) {
   constexpr int64_t kRecords = int64_t{512} << 10;
   constexpr int64_t kLanesOfThread = 2 * static_cast<int64_t>(sizeof(RedoLane) + sizeof(SumLane));
@@ -333,18 +333,32 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   const HyperParameters changed = Apply(record_.hyper_parameters[group], changes);
   BALLAST_RETURN_IF_ERROR(
       Annotate(Validate(changed), absl::StrCat("group ", spec().groups[group].name)));
-  record_.hyper_parameters[group] = changed;
+  HyperParameters in_force = changed;
+  HyperParameterOverrides later = record_.later_changes[group];
   if (!std::holds_alternative<std::monostate>(step_)) {
     // The step in progress puts its own overrides into force when it is committed. A change that an
     // operator makes meanwhile is newer, so it is applied once more after them.
-    record_.later_changes[group] = Merge(record_.later_changes[group], changes);
+    later = Merge(later, changes);
   }
+  HyperParameters before;
   // They are an operator's, not the last step's.
   if (record_.previous.has_value()) {
-    HyperParameters& before = record_.previous->hyper_parameters[group];
-    before = Apply(before, changes);
+    before = Apply(record_.previous->hyper_parameters[group], changes);
   }
-  Keep();
+  const auto swap = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::swap(record_.hyper_parameters[group], in_force);
+    std::swap(record_.later_changes[group], later);
+    if (record_.previous.has_value()) {
+      std::swap(record_.previous->hyper_parameters[group], before);
+    }
+  };
+  swap();
+  try {
+    Keep();
+  } catch (...) {
+    swap();  // What is not kept is not in force: the caller gets an error.
+    throw;
+  }
   return changed;
 }
 
@@ -371,9 +385,13 @@ Pending JobImpl::Close(Done<bool> done) {
                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                      // Another call has closed the job: then this one is done, too.
                      if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
-                     // What still runs of a broken job keeps it until it has ended.
-                     if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed)
+                     // What still runs of a broken job keeps it until it has ended. Should the
+                     // process die before, a later one finds no job all the same; a flip that says
+                     // so would need memory.
+                     if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed) {
                        gate_.Close();
+                       if (kept_ != nullptr) kept_->GiveUp();
+                     }
                      if (gate_.phase() == Phase::kClosed || !admitted.ok()) {
                        return Reply<bool>(std::move(done), admitted.ok()
                                                                ? absl::StatusOr<bool>(true)
@@ -386,7 +404,11 @@ Pending JobImpl::Close(Done<bool> done) {
                                            // After this flip a later process finds no job, so that
                                            // memory may go part by part.
                                            record_.closed = true;
-                                           Keep();
+                                           try {
+                                             Keep();
+                                           } catch (...) {
+                                             kept_->GiveUp();  // Needs no memory.
+                                           }
                                            step_over_.NotifyAll();
                                            Reply<bool>(std::move(done), true);
                                          });

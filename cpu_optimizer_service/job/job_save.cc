@@ -243,8 +243,8 @@ void JobImpl::MakeRoomAndStart(const std::shared_ptr<Saving>& saving) {
 }
 
 void JobImpl::StartSaving(std::shared_ptr<Saving> saving) {
-  // A disk may be slow or hang, so neither this thread nor the engine's wait for it; and a save that
-  // holds steps back does not wait for those that do not.
+  // A disk may be slow or hang, so neither this thread nor the engine's wait for it; and a save
+  // that holds steps back does not wait for those that do not.
   HelperThreads& threads =
       saving->snapshot.has_value() ? *environment_.saving_threads : *environment_.disk_threads;
   RunAfter([this, &threads, self = Self(), saving = std::move(saving)] {

@@ -318,7 +318,8 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
   auto* sealed = std::get_if<SealedStep>(&step_);
   if (auto* open = std::get_if<OpenStep>(&step_);
       open != nullptr && open->is_taken_over() && open->ranks()[key.rank].sealed.has_value()) {
-    // It was told the norm by a process that has died since, and other ranks have not come back yet.
+    // It was told the norm by a process that has died since, and other ranks have not come back
+    // yet.
     open->SetVote(key.rank, vote);
     return absl::OkStatus();
   }

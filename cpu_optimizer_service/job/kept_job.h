@@ -39,7 +39,8 @@
 //                in the table. A chunk whose word is of a later step has not gone back yet.
 //   abort, load  the flip with a generation and an epoch more; of a load, which directory is being
 //                loaded, and when it is, a flip that it is.
-//   closed       the flip that says so, then the memory goes.
+//   closed       the flip that says so, then the memory goes. Of a broken job, or without memory
+//                for the flip, the record's word that it has nothing (GiveUp).
 //
 // The next process (job_recover.cc) takes over identity, record and table. A decided step it rolls
 // forward: chunks whose word in the table has the step are done, those with a lane go on behind
@@ -140,7 +141,7 @@ class KeptJob {
   // RESOURCE_EXHAUSTED: no memory for it.
   absl::Status Store(const JobRecord& record, bool weights_complete,
                      const std::vector<Rank>& ranks);
-  // From now on a later process finds no such job.
+  // From now on a later process finds no such job. Needs no memory.
   void GiveUp();
 
   absl::Status Say(uint64_t epoch, const KeptWord& word);

@@ -1,9 +1,9 @@
 // The checksum is the remainder of the bytes, as a polynomial over GF(2), by one of degree 32. A
-// vector of 16 bytes that stands D bits before another one can be added to that after a product with
-// x^D mod the divisor, which leaves the remainder as it is: so the input shrinks to one vector,
-// whose remainder a table gives. Source of the method: Gopal et al., "Fast CRC Computation for
-// Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. zlib's own loop reads a quarter as
-// fast.
+// vector of 16 bytes that stands D bits before another one can be added to that after a product
+// with x^D mod the divisor, which leaves the remainder as it is: so the input shrinks to one
+// vector, whose remainder a table gives. Source of the method: Gopal et al., "Fast CRC Computation
+// for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. zlib's own loop reads a
+// quarter as fast.
 #include "cpu_optimizer_service/kernels/crc32.h"
 
 #include <array>
@@ -27,8 +27,8 @@ constexpr uint32_t kDivisor = 0xEDB88320;
 
 constexpr uint32_t TimesX(uint32_t p) { return (p >> 1) ^ ((p & 1) != 0 ? kDivisor : 0); }
 
-// x^power mod the divisor. The product of two numbers in this order of bits has one bit less than it
-// has room for, hence the shift.
+// x^power mod the divisor. The product of two numbers in this order of bits has one bit less than
+// it has room for, hence the shift.
 constexpr uint64_t Fold(int power) {
   uint32_t p = uint32_t{1} << 31;
   for (int i = 0; i < power; ++i) p = TimesX(p);

@@ -112,6 +112,8 @@ absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_sy
   return all;
 }
 
+namespace {
+
 absl::StatusOr<std::vector<FoundCheckpoint>> FindStep(FileSystem& file_system,
                                                       const std::string& folder, uint64_t step) {
   absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
@@ -133,6 +135,8 @@ absl::StatusOr<std::vector<FoundCheckpoint>> FindStep(FileSystem& file_system,
       absl::StrCat("there is no checkpoint of step ", step, " in ", folder, " (there are steps ",
                    steps.empty() ? "none" : absl::StrJoin(steps, ", "), ")"));
 }
+
+}  // namespace
 
 absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
                                                              const std::string& path) {

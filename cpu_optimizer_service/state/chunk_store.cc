@@ -319,7 +319,8 @@ ChunkVersion* ChunkStore::Impl::TakePrevious(int chunk, SlotPool::Freed& freed) 
     Check(spare != nullptr, "a pinned version has a spare");
     return spare;
   }
-  // One that moved out of the store's arenas goes back as soon as it can, which frees the other one.
+  // One that moved out of the store's arenas goes back as soon as it can, which frees the other
+  // one.
   if (place->is_extra() && slots->HasFree(chunk)) {
     // No word may name a slot that another version will use. Until Publish both words name the
     // published version, by which TakeOver sees that the chunk has no previous one.

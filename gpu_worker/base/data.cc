@@ -117,14 +117,16 @@ absl::StatusOr<std::set<std::string>> FilesOf(const std::string& directory) {
   std::error_code error;
   // Sorted, so that all ranks read them in one order.
   std::set<std::string> files;
-  fs::directory_iterator entries(directory, error);
-  if (error) return Unreadable(directory);
-  for (const fs::directory_entry& entry : entries) {
+  fs::directory_iterator entry(directory, error);
+  // Not a for over the range, which throws where the directory cannot be read to its end.
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
     // Folders and links to nothing are left out without an error.
-    if (!entry.is_regular_file(error)) continue;
-    const fs::path file = fs::canonical(entry.path(), error);
-    if (!error) files.insert(file.string());
+    std::error_code no_file;
+    if (!entry->is_regular_file(no_file)) continue;
+    const fs::path file = fs::canonical(entry->path(), no_file);
+    if (!no_file) files.insert(file.string());
   }
+  if (error) return Unreadable(directory);
   return files;
 }
 

@@ -86,7 +86,7 @@ void BucketReducer::Complete(int parameter) {
   changed_.NotifyAll();
 }
 
-// The memory still has the gradient of an earlier micro-step.
+// The memory may still have the gradient of an earlier micro-step.
 void BucketReducer::ZeroUnused(int parameter) {
   const ParameterPlace& place = layout_.place(parameter);
   const absl::Span<float> space = gradients_[layout_.spec().parameters[parameter].group];

@@ -52,7 +52,7 @@ absl::Status CheckCublasLt(const CublasLt& library, cublasStatus_t status, absl:
     case CUBLAS_STATUS_NOT_SUPPORTED:
     case CUBLAS_STATUS_INVALID_VALUE:
     case CUBLAS_STATUS_ARCH_MISMATCH:
-      // Rows of bf16 are then multiples of 16 bytes, as tensor cores need them.
+      // Rows of bf16 are then multiples of 16 bytes, as tensor cores load them.
       return absl::InvalidArgumentError(
           absl::StrCat(message, "; choose a --width and --batch that are multiples of 8"));
     case CUBLAS_STATUS_ALLOC_FAILED:

@@ -146,7 +146,7 @@ class CublasLtMatmul final : public DeviceMatmul {
     BALLAST_RETURN_IF_ERROR(Set(operation, CUBLASLT_MATMUL_DESC_TRANSA, first));
     BALLAST_RETURN_IF_ERROR(Set(operation, CUBLASLT_MATMUL_DESC_TRANSB, second));
     BALLAST_RETURN_IF_ERROR(Set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue));
-    // Before the choice, which depends on where they lie (Key).
+    // Before the choice, which depends on where bias and aux lie (Key).
     BALLAST_RETURN_IF_ERROR(SetPointers(matmul, operation));
 
     const bool tb = matmul.transpose_b;

@@ -1,5 +1,5 @@
 // What a kernel file (cuda/kernels/*.cu) may use of CUDA, so that the same file also compiles for
-// the tests' device, which runs kernels on the CPU (tests/gpu_worker/cuda_on_cpu/):
+// the tests' device, which runs kernels on the CPU (tests/gpu_emulator/cuda_on_cpu/):
 //   __global__, __device__, __forceinline__, __restrict__, __launch_bounds__, __shared__ arrays;
 //   threadIdx, blockIdx, blockDim, gridDim; __syncthreads, __syncwarp, __shfl_sync,
 //   __shfl_xor_sync, __shfl_down_sync with the full mask; atomics of integers only;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -33,7 +34,9 @@ class Library {
       // RTLD_NOW: a library that lacks something fails here, and not at a first call in the middle
       // of a step. RTLD_LOCAL: no other library is bound to these symbols.
       if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return Library(handle, name);
-      if (reason.empty()) reason = dlerror();
+      const std::string why = dlerror();
+      // A file that is there and does not load says more than paths where there is none.
+      if (reason.empty() || !absl::StrContains(why, "cannot open shared object file")) reason = why;
     }
     return absl::FailedPreconditionError(
         absl::StrCat(name, " cannot be loaded (", reason,
@@ -55,7 +58,7 @@ class Library {
   std::string name_;
 };
 
-// Sets `functions.name` to the library's symbol of that name with its prefix.
+// Sets `functions.name` to the symbol of the library whose name is `prefix` and then `name`.
 #define BALLAST_FIND(prefix, name) \
   BALLAST_RETURN_IF_ERROR(library.Find(#prefix #name, functions.name))
 
@@ -105,7 +108,7 @@ absl::StatusOr<const Functions*> Loaded(const absl::StatusOr<Functions>& functio
 }  // namespace
 
 absl::StatusOr<const CublasLt*> LoadCublasLt() {
-  // Never destroyed, so that the end of the process takes it from no thread.
+  // Never destroyed: a thread may still use it when the process ends.
   static const absl::StatusOr<CublasLt>& functions = *new absl::StatusOr<CublasLt>(FindCublasLt());
   return Loaded(functions);
 }

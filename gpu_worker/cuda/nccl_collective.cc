@@ -47,6 +47,7 @@ class NcclCollective final : public DeviceCollective {
                          size_t shard_bytes, const Purpose& purpose) override {
     return Do("all-gather", purpose, stream,
               [=](const Nccl& nccl, ncclComm_t communicator, cudaStream_t native) {
+                // As bytes: a gather computes nothing, so the format is of no account.
                 return nccl.AllGather(shard, all, shard_bytes, ncclUint8, communicator, native);
               });
   }
@@ -73,7 +74,10 @@ class NcclCollective final : public DeviceCollective {
       const absl::Status lost = gpu.CheckGpu(operation);
       return watchdog_.Fail(operation, purpose, lost.ok() ? given : lost);
     }
-    BALLAST_RETURN_IF_ERROR(stream.Record(*done));
+    if (absl::Status recorded = stream.Record(*done); !recorded.ok()) {
+      // NCCL has the work, whose end nobody would notice.
+      return watchdog_.Fail(operation, purpose, recorded);
+    }
     return watchdog_.Watch(operation, purpose, std::move(done));
   }
 
@@ -93,6 +97,7 @@ absl::StatusOr<ncclUniqueId> ShareUniqueId(const Nccl& nccl, Collective& host) {
   Offer offer;
   if (host.rank() == 0) offer.made = nccl.GetUniqueId(&offer.id) == ncclSuccess;
   BALLAST_RETURN_IF_ERROR(host.Broadcast({reinterpret_cast<std::byte*>(&offer), sizeof(offer)}));
+  // The offer is the same on all ranks, so all return here or none.
   if (offer.made == 0) {
     return absl::UnavailableError(absl::StrCat(
         "NCCL on rank 0 offers no address (", host.rank() == 0 ? nccl.GetLastError(nullptr) : "",

@@ -10,7 +10,9 @@
 //
 // Errors: UNAVAILABLE or DEADLINE_EXCEEDED that names this rank and what the call was for
 // (`Purpose` below), from the call itself or, where it returned before, from a later one or from
-// Finish. After an error every later call returns it.
+// Finish. After an error every later call returns it. Work that was aborted ends on the device like
+// any other, with results that are not whole: what a collective has made may be used for good only
+// after Finish has returned OK.
 //
 // Threads: one call at a time.
 #ifndef BALLAST_GPU_WORKER_DEVICE_DEVICE_COLLECTIVE_H_

@@ -86,7 +86,7 @@ absl::Status Watchdog::Look() {
     {
       MutexLock lock(mutex_);
       looking_ = false;
-      // Another thread may have had an error meanwhile.
+      // Another thread may have ended the watch meanwhile, in Fail.
       if (finding.error.ok() && !finding.done) return status_;
       if (finding.error.ok()) {
         free_events_.push_back(std::move(operations_.front().done));

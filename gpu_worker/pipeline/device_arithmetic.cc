@@ -217,9 +217,10 @@ absl::Status DeviceArithmetic::BlockSums(absl::Span<const BlocksInChunks> runs,
   Check(sums.size() * sizeof(double) <= block_sums_->size_bytes(), "a block is summed once");
   const size_t bytes = runs.size() * sizeof(cuda::BlockRun);
   if (runs_ == nullptr || runs_->size_bytes() < bytes) {
-    BALLAST_ASSIGN_OR_RETURN(runs_, device_.Allocate(bytes, "the optimizer's table of blocks"));
+    // The host's first: the condition asks for the size of the device's alone.
     BALLAST_ASSIGN_OR_RETURN(host_runs_,
                              device_.AllocateHost(bytes, "the optimizer's table of blocks"));
+    BALLAST_ASSIGN_OR_RETURN(runs_, device_.Allocate(bytes, "the optimizer's table of blocks"));
   }
   // No copy reads the host's table now: there was a Finish since the last BlockSums, and that waits
   // for all work.

@@ -236,7 +236,7 @@ absl::Status DeviceBackend::CompleteUnreached(bool adds) {
     if (reached_[p] || place.offset < 0) continue;
     float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
     BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
-    // If this pass adds, the memory has the zeros or the gradient of the micro-steps before.
+    // If the pass adds, the memory keeps the zeros, or the gradient, of the micro-steps before.
     if (!adds) {
       BALLAST_RETURN_IF_ERROR(
           compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
@@ -354,7 +354,7 @@ void DeviceBackend::ForgetForward() {
 
 absl::Status DeviceBackend::GatherWeights() {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
-  // There was no ExpectWeights: the ranks have just joined, or the optimizer is on the device.
+  // If there was no ExpectWeights, the ranks have just joined, or the optimizer is on the device.
   if (!gathering_) {
     ForgetForward();  // It read other weights.
     GiveGather(/*all_there=*/true);
@@ -371,6 +371,8 @@ absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
   // Counted apart and not reported: this wait is in no pass.
   StreamSeconds waited(parts_.device);
   const auto read = [&]() -> absl::Status {
+    // As for gradients: the device does not say whether a gather was aborted.
+    BALLAST_RETURN_IF_ERROR(parts_.collective.Finish());
     BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group, waited));
     BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, spaces_.weights[group]->data()));
     BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));

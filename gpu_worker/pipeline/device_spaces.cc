@@ -56,7 +56,7 @@ absl::Status ExplainMemory(const absl::Status& status, const Device& device, con
   for (const int64_t of_group : job.group_elements) elements += of_group;
   std::string sizes = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",
                                    Gib(elements * kGradientBytes), " for gradients");
-  // WeightsReturn has a buffer for the shards of this rank.
+  // WeightsReturn allocates a buffer for the shards of this rank.
   if (needs.provisional_weights) {
     absl::StrAppend(&sizes, ", ", Gib(elements * kWeightBytes / needs.world_size),
                     " for provisional weights (none with --update=wait)");

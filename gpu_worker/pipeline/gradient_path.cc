@@ -106,7 +106,10 @@ void GradientPath::WaitReduced() {
   const std::vector<int>& order = parts_.buckets.order().reduction;
   if (order.empty() || !parts_.errors.failure().ok()) return;
   // With the last bucket in order, all before it are reduced.
-  Fail(parts_.buckets.released(order.back()).Synchronize(), pass);
+  const absl::Status reduced = parts_.buckets.released(order.back()).Synchronize();
+  // A collective that was aborted leaves sums that are not whole, and the device says that all is
+  // done: only the collective knows.
+  Fail(reduced.ok() ? parts_.collective.Finish() : reduced, pass);
 }
 
 void GradientPath::WaitSent() {

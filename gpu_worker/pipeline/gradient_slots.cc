@@ -127,7 +127,8 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
     return absl::DeadlineExceededError(absl::StrCat(
         "chunk ", chunk, " of micro-step ", micro_step, " waited ",
         absl::FormatDuration(options_.timeout),
-        " for the optimizer to take what it was sent before; see whether it still runs"));
+        " for the optimizer to take what it was sent before, or for the sum of that, which waits "
+        "for another rank; see whether both still run"));
   }
   shared_->taken[chunk] = true;
   // A release wakes the thread only if it waits for this chunk: the others of its bucket would wake

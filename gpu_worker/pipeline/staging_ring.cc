@@ -78,7 +78,8 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
     return absl::DeadlineExceededError(absl::StrCat(
         "waited ", absl::FormatDuration(timeout_), " for one of ", slots_, " staging buffers of ",
         slot_bytes_,
-        " bytes: the optimizer has them all and gives none back; see whether it runs"));
+        " bytes: the optimizer gives none back, or their sums wait for another rank; see whether "
+        "both run"));
   }
   const size_t index = free_.back();
   free_.pop_back();
@@ -87,7 +88,7 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
 
 bool StagingRing::HasFree() const {
   MutexLock lock(mutex_);
-  // A slot that is free belongs to the first call in the queue, which may not have woken up yet.
+  // If calls wait, a free slot belongs to the first of them, which may not have woken up yet.
   return !free_.empty() && queue_.empty();
 }
 

@@ -114,6 +114,16 @@ bool Caller::MayUse(absl::string_view job) const {
   }) >= needed_;
 }
 
+std::function<bool(absl::string_view)> Caller::MayUseNow() const {
+  if (!access_->has_roles()) return [](absl::string_view) { return true; };
+  return [policy = access_->policy(), caller = *this](absl::string_view job) {
+    // Not by caller.access_, which may be gone.
+    return Access::RoleIn(*policy, caller, [&](const Policy& of) {
+             return of.RoleOf(caller.principal_, job);
+           }) >= caller.needed_;
+  };
+}
+
 std::function<bool()> Caller::IsRevoked(std::string job) const {
   // RoleOf asks the policy that is in force then, so files that are read again reach streams that
   // are open.
@@ -324,14 +334,17 @@ absl::Status Access::IdentifyByToken(absl::string_view token, Caller& caller) co
 }
 
 Role Access::RoleOf(const Caller& caller, const std::function<Role(const Policy&)>& find) const {
-  if (!has_roles()) return Role::kOperator;
-  const std::shared_ptr<const Policy> now = policy();
+  return has_roles() ? RoleIn(*policy(), caller, find) : Role::kOperator;
+}
+
+Role Access::RoleIn(const Policy& policy, const Caller& caller,
+                    const std::function<Role(const Policy&)>& find) {
   // The name may by now be another token's.
   if (caller.token_.has_value()) {
-    const std::optional<std::string> name = now->TokenWith(*caller.token_);
+    const std::optional<std::string> name = policy.TokenWith(*caller.token_);
     if (!name.has_value() || TokenPrincipal(*name) != caller.principal_) return Role::kNobody;
   }
-  return find(*now);
+  return find(policy);
 }
 
 absl::Status Access::Refuse(const Caller& caller, absl::Status why) const {

@@ -41,6 +41,8 @@ class Caller {
   absl::Status CheckAllJobs() const;
   // As Check. A refusal is neither logged nor counted.
   bool MayUse(absl::string_view job) const;
+  // The same, by the roles of now; what is returned may outlive the Access.
+  std::function<bool(absl::string_view job)> MayUseNow() const;
   // For a stream of this job: whether Check would fail by now. Cheap.
   std::function<bool()> IsRevoked(std::string job) const;
   // What the call asks for, for the audit.
@@ -128,6 +130,9 @@ class Access {
   absl::StatusOr<Caller> WithRole(Caller caller) const;
   // The role that `find` finds for the caller's principal.
   Role RoleOf(const Caller& caller, const std::function<Role(const Policy&)>& find) const;
+  // By that policy; nobody, if the caller's token is not in it.
+  static Role RoleIn(const Policy& policy, const Caller& caller,
+                     const std::function<Role(const Policy&)>& find);
   // Counts a call that is refused, and warns of them now and then.
   absl::Status Refuse(const Caller& caller, absl::Status why) const;
 

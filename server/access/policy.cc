@@ -124,6 +124,11 @@ absl::StatusOr<Policy> Policy::Parse(absl::string_view roles, const std::string&
 
 absl::Status Policy::AddRole(absl::string_view line) {
   const absl::string_view name = TakeWord(line);
+  // Not quoted: in a file that is given by mistake it may be a token.
+  if (line.empty()) {
+    return absl::InvalidArgumentError(
+        "one word alone; write ROLE JOBS PRINCIPAL, such as viewer * user:ann");
+  }
   const std::optional<Role> role = ParseRole(name);
   if (!role.has_value()) {
     return absl::InvalidArgumentError(
@@ -141,12 +146,14 @@ absl::Status Policy::AddRole(absl::string_view line) {
 
 absl::Status Policy::AddToken(absl::string_view line) {
   const absl::string_view name = TakeWord(line);
-  // The digits are not quoted: a token that is written in their place is not to be in a log.
+  // Nothing of the line is quoted: a token may stand in the place of the digits, or of the name, as
+  // in a client's file, and is not to be in a log.
   const bool is_hex = std::all_of(line.begin(), line.end(), absl::ascii_isxdigit);
   if (line.size() != kDigestDigits || !is_hex) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "token ", Quoted(name), " has no SHA-256 of ", kDigestDigits,
-        " hexadecimal digits beside its name; printf %s \"$TOKEN\" | sha256sum makes it"));
+    return absl::InvalidArgumentError(absl::StrCat("no NAME and SHA-256 of ", kDigestDigits,
+                                                   " hexadecimal digits; write both, and not the "
+                                                   "token itself: printf %s \"$TOKEN\" | sha256sum "
+                                                   "makes the digits"));
   }
   Token token = {.name = std::string(name), .digest = {}};
   const std::string bytes = absl::HexStringToBytes(line);

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
 
 namespace ballast::server {
@@ -25,14 +26,13 @@ std::string PathOf(const FileDescriptor& file) {
   return file ? absl::StrCat("/proc/self/fd/", file.number()) : std::string();
 }
 
-// Makes `file` a new one with these contents. Its path stays: a reader finds the old file or the new
-// one, whole.
+// Makes `file` a new one with these contents. Its path stays: a reader finds the old file or the
+// new one, whole.
 absl::Status Replace(const std::string& contents, FileDescriptor& file) {
   FileDescriptor made(memfd_create("ballast-tls", MFD_CLOEXEC));
-  if (!made || write(made.number(), contents.data(), contents.size()) !=
-                   static_cast<ssize_t>(contents.size())) {
-    return absl::ErrnoToStatus(errno, "cannot keep a certificate in memory");
-  }
+  if (!made) return absl::ErrnoToStatus(errno, "cannot keep a certificate in memory");
+  BALLAST_RETURN_IF_ERROR(
+      WriteAll(made.number(), "the copy of a certificate or key in memory", contents));
   if (!file) {
     file = std::move(made);
   } else if (dup3(made.number(), file.number(), O_CLOEXEC) < 0) {

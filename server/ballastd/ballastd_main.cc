@@ -119,15 +119,16 @@ bool IsForThisProcess(const siginfo_t& info, bool is_held) {
   return false;
 }
 
-// Meanwhile the service manager is kept informed that the engine is not stuck.
+// Meanwhile the service manager is kept informed that the engine is not stuck. `held`: null without
+// a holder, also where there is a directory of state: then nobody passes signals on.
 int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
-                  ballast::server::ServiceManager& manager,
+                  const ballast::server::HeldFiles* held, ballast::server::ServiceManager& manager,
                   ballast::server::StatusPage& status_page) {
   const timespec interval = absl::ToTimespec(manager.keep_alive_interval());
   while (true) {
     siginfo_t info = {};
     const int signal = sigtimedwait(&signals, &info, &interval);
-    if (signal > 0 && IsForThisProcess(info, engine.named_memory() != nullptr)) return signal;
+    if (signal > 0 && IsForThisProcess(info, held != nullptr)) return signal;
     // EAGAIN: the interval is over. EINTR comes from a handler, such as that of thread_facts.cc.
     if (signal > 0 || errno != EAGAIN) continue;
     engine.ListJobs();  // Takes the lock that everything else takes.
@@ -160,8 +161,8 @@ absl::StatusOr<std::unique_ptr<ballast::CheckpointDirectory>> OpenCheckpoints(
                                             flags.checkpoint_policy, &problem);
 }
 
-// What cannot be saved to is found now, not when it is needed. Where there are jobs already, that is
-// no reason to lose them: they go on.
+// What cannot be saved to is found now, not when it is needed. Where there are jobs already, that
+// is no reason to lose them: they go on.
 absl::Status CheckCheckpoints(const absl::Status& problem, bool has_jobs,
                               const BallastdFlags& flags) {
   if (problem.ok()) return absl::OkStatus();
@@ -320,7 +321,7 @@ std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Eng
     pthread_kill(waiting, DrainedSignal());
   });
   while (!drained) {
-    const int signal = WaitForSignal(signals, engine, manager, status_page);
+    const int signal = WaitForSignal(signals, engine, held, manager, status_page);
     if (signal == SIGTERM || signal == SIGINT) _exit(128 + signal);
   }
   drain.join();
@@ -449,7 +450,7 @@ int main(int argc, char** argv) {
   (*manager)->Ready(listening);
   std::optional<int> exit_code;
   while (!exit_code.has_value()) {
-    const int signal = WaitForSignal(signals, engine, **manager, status_page);
+    const int signal = WaitForSignal(signals, engine, held->get(), **manager, status_page);
     // Left of a drain whose end was seen before its signal was taken.
     if (signal == DrainedSignal()) continue;
     LogDrain(signal, engine, *flags);

@@ -119,7 +119,8 @@ void ServiceManager::KeepAlive() {
     silent_ticks_ = 0;
   }
   if (!needs_time_) return;
-  // Saving is not bounded, nor is the time until an operator mends what prevents it. Only silence is.
+  // Saving is not bounded, nor is the time until an operator mends what prevents it. Only silence
+  // is.
   const absl::Duration more = std::max(absl::Seconds(30), 3 * keep_alive_interval_);
   Send(absl::StrCat("EXTEND_TIMEOUT_USEC=", absl::ToInt64Microseconds(more)));
 }

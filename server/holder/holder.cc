@@ -176,8 +176,12 @@ bool Holder::StartChild() {
   table_->child = child_;
   // With this copy open the end of the child's would never show.
   close(ends[1]);
+  if (child_ <= 0) {  // The next attempt makes another pair.
+    close(ends[0]);
+    return false;
+  }
   socket_ = ends[0];
-  return child_ > 0;
+  return true;
 }
 
 void Holder::Keep(const HolderMessage& message, int descriptor) {

@@ -194,15 +194,13 @@ grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext* cont
 }
 
 void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
-  const absl::StatusOr<proto::ResourceName> name = proto::ParseJobName(request.name());
-  if (!name.ok()) return call.End(name.status());
-  absl::Status may = call.caller().Check(name->job);
-  if (may.ok() && !request.uid().empty()) {
-    may = FindJob(engine_, call.caller(), request.name(), request.uid()).status();
-  }
-  if (!may.ok()) return call.End(may);
+  absl::StatusOr<std::shared_ptr<Job>> job =
+      request.uid().empty() ? FindJob(engine_, call.caller(), request.name())
+                            : FindJob(engine_, call.caller(), request.name(), request.uid());
+  if (!job.ok()) return call.End(job.status());
+  // Not by its name, which may be another job's by now.
   call.Await<bool>(
-      [&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
+      [&](Done<bool> done) { return engine_.CloseJob(*std::move(job), std::move(done)); },
       [](bool) -> absl::StatusOr<v1::CloseJobResponse> { return v1::CloseJobResponse(); });
 }
 

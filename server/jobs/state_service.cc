@@ -1,6 +1,5 @@
 #include "server/jobs/state_service.h"
 
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -88,9 +87,9 @@ constexpr size_t kPageCheckpoints = 4096;
 constexpr char kWholeFolder[] = "/";
 
 // Those behind the one of the name `after`, as far as a page goes. ABORTED: there is no such one.
-absl::StatusOr<v1::ListCheckpointsResponse> Page(
-    const std::vector<FoundCheckpoint>& found, const CheckpointDirectory* names,
-    const std::string& after, const std::function<bool(const v1::Checkpoint&)>& may_see) {
+absl::StatusOr<v1::ListCheckpointsResponse> Page(const std::vector<FoundCheckpoint>& found,
+                                                 const CheckpointDirectory* names,
+                                                 const std::string& after) {
   v1::ListCheckpointsResponse response;
   size_t bytes = 0;
   bool is_behind = after.empty();
@@ -109,7 +108,7 @@ absl::StatusOr<v1::ListCheckpointsResponse> Page(
       return response;
     }
     last = checkpoint.name();
-    if (may_see(checkpoint)) *response.add_checkpoints() = std::move(checkpoint);
+    *response.add_checkpoints() = std::move(checkpoint);
   }
   if (!is_behind) {
     return absl::AbortedError(absl::StrCat(
@@ -233,6 +232,9 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
   Engine::LookRequest look;
   std::string after = request.page_token();
   if (all) {
+    // Of those that are not the caller's to see none is even found: no page's token can name one,
+    // and no page is empty because of them.
+    look.wanted = call.caller().MayUseNow();
     look.from_folder = FolderOf(after);
     // Each index is read for the list, so not more folders than a page needs.
     look.enough = kPageCheckpoints;
@@ -250,15 +252,10 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
       [&](Done<std::vector<FoundCheckpoint>> done) {
         return engine_.LookForCheckpoints(std::move(look), std::move(done));
       },
-      [this, all, after = std::move(after),
-       caller = call.caller()](const std::vector<FoundCheckpoint>& found)
+      [this, all, after = std::move(after)](const std::vector<FoundCheckpoint>& found)
           -> absl::StatusOr<v1::ListCheckpointsResponse> {
-        // Of all those that are the caller's to see.
-        const auto may_see = [&](const v1::Checkpoint& checkpoint) {
-          return !all || caller.MayUse(FolderOf(checkpoint.name()));
-        };
         BALLAST_ASSIGN_OR_RETURN(v1::ListCheckpointsResponse page,
-                                 Page(found, engine_.checkpoints(), after, may_see));
+                                 Page(found, engine_.checkpoints(), after));
         // All that was found is in this page, but the look has ended because it was enough: there
         // may be more folders.
         if (all && page.next_page_token().empty() && found.size() >= kPageCheckpoints) {

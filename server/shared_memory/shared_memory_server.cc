@@ -220,8 +220,8 @@ class Reception {
   HelperThreads& takers_;
   Peers peers_;
   FinishedList finished_;
-  // A round ended without memory. What it had not done of `finished_` and of silent peers is done in
-  // the next; parked ones may wait for what will not come.
+  // A round ended without memory. What it had not done of `finished_` and of silent peers is done
+  // in the next; parked ones may wait for what will not come.
   bool broken_off_ = false;
   uint64_t last_peer_ = 0;
   size_t silent_ = 0;

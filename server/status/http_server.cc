@@ -289,7 +289,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions&
   impl->options = options;
   impl->handler = std::move(handler);
   impl->local = IsLocal(address);
-  BALLAST_ASSIGN_OR_RETURN(impl->address, impl->listener.Add(address, memory));
+  const auto warn = [](const std::string& line) { spdlog::warn("status page: {}", line); };
+  BALLAST_ASSIGN_OR_RETURN(impl->address, impl->listener.Add(address, memory, warn));
   const bool speaks_tls = tls != nullptr;
   if (speaks_tls) {
     const AccessOptions& access = options.access;
@@ -302,8 +303,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions&
   }
   BALLAST_RETURN_IF_ERROR(impl->StartThreads());
   BALLAST_RETURN_IF_ERROR(impl->listener.Start(
-      [owner = impl.get()](int connection) { owner->Take(FileDescriptor(connection)); },
-      [](const std::string& line) { spdlog::warn("status page: {}", line); },
+      [owner = impl.get()](int connection) { owner->Take(FileDescriptor(connection)); }, warn,
       {.tls = speaks_tls, .held_until = nullptr, .most_newcomers = kMostNewcomers}));
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl)));
 }

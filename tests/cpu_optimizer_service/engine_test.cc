@@ -4,12 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <latch>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "tests/cpu_optimizer_service/host/keeper_for_two.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -90,6 +93,23 @@ TEST(Engine, NamesAreUniqueAndJobsAreListedByName) {
   EXPECT_EQ(engine.ListJobs()[0]->spec().name, "a");
   EXPECT_NE(engine.ListJobs()[0]->uid(), engine.ListJobs()[1]->uid());
   EXPECT_EQ(engine.CloseJob("c").code(), absl::StatusCode::kNotFound);
+}
+
+// Who has found it by its uid closes no other one, though that has its name by then.
+TEST(Engine, ClosesTheJobThatItIsGivenAndNoLaterOneOfItsName) {
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  const std::shared_ptr<Job> first = engine.CreateJob(MakeJobSpec({}, "a")).value();
+  const auto close = [&](const std::shared_ptr<Job>& job) {
+    return Await<bool>([&](Done<bool> done) { engine.CloseJob(job, std::move(done)); }).status();
+  };
+  EXPECT_EQ(close(first), absl::OkStatus());
+  EXPECT_EQ(engine.FindJob("a").status().code(), absl::StatusCode::kNotFound);
+  const std::shared_ptr<Job> second = engine.CreateJob(MakeJobSpec({}, "a")).value();
+  EXPECT_EQ(close(first), absl::OkStatus());
+  ASSERT_TRUE(engine.FindJob("a").ok());
+  EXPECT_EQ(*engine.FindJob("a"), second);
+  EXPECT_EQ(close(second), absl::OkStatus());
+  EXPECT_TRUE(engine.ListJobs().empty());
 }
 
 // Holds up the touching of a job's memory until the test lets it go on.
@@ -200,6 +220,41 @@ TEST(Engine, DrainingLetsTheStepInProgressEndAndBeginsNoOther) {
   driver.SealAll(1);
   EXPECT_TRUE(engine.Drain(0));
   EXPECT_EQ(driver.stream(0).BeginStep(2, {}).code(), absl::StatusCode::kUnavailable);
+}
+
+// As an earlier version might leave them, to which a broken job that was closed was a job still.
+TEST(Engine, OfTwoJobsOfOneNameTakesOverOneAndSaysThatTheOtherIsLost) {
+  KeeperForTwo keeper;
+  NamedMemory first(keeper), second(keeper);
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &first});
+  Engine other({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &second});
+  std::set<std::string> uids = {engine.CreateJob(MakeJobSpec({})).value()->uid(),
+                                other.CreateJob(MakeJobSpec({})).value()->uid()};
+  NamedMemory left(keeper);
+  Engine next({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &left});
+  const Engine::TakenOver taken = next.TakeOverJobs();
+  EXPECT_EQ(taken.back.size(), 1u);
+  ASSERT_EQ(taken.lost.size(), 1u);
+  const std::string kept = next.FindJob("job").value()->uid();
+  EXPECT_EQ(uids.erase(kept), 1u);
+  EXPECT_EQ(taken.lost[0],
+            absl::StrCat("there are two jobs job, and the one at step 0 (uid ", *uids.begin(),
+                         ") is not taken over; the other one, at step 0 (uid ", kept,
+                         "), is; go on from a checkpoint"));
+  for (const auto& [name, file] : keeper.kept()) EXPECT_THAT(name, testing::StartsWith(kept));
+}
+
+TEST(Engine, ThatHasEndedIsNotAskedToMakeNamedMemoryReady) {
+  KeeperForTwo keeper;
+  NamedMemory memory(keeper);
+  {
+    const Engine engine(
+        {.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &memory});
+  }
+  // As much as several tasks would make huge.
+  const auto arena = memory.Create("after the engine", 64 << 20, ArenaFactory::Touch::kNow);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  EXPECT_EQ((*arena)->data()[(64 << 20) - 1], std::byte{0});
 }
 
 }  // namespace

@@ -198,6 +198,20 @@ class Demo(unittest.TestCase):
         out = self.dir / "file/out"
         self.assert_refused(self.demo(out=out), f"cannot make {out}; choose another")
 
+    def test_replaces_nothing_but_the_results_of_an_earlier_demo(self):
+        precious = self.out / "local" / "precious"
+        precious.parent.mkdir(parents=True)
+        precious.write_text("years of work")
+        result = self.demo()
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn(f"{self.out} is there and is not a demo's results; choose a new folder", result.stderr)
+        self.assertEqual(precious.read_text(), "years of work")
+        again = self.dir / "again"
+        again.mkdir()
+        for _ in range(2):
+            result = self.demo(out=again)
+            self.assertEqual(result.returncode, 0, result.stderr)
+
     def test_takes_relative_paths_from_the_callers_folder(self):
         (self.dir / "text").write_text("some text")
         result = subprocess.run(

@@ -88,7 +88,7 @@ folder=$(dirname "${address#unix:}")
 [[ -z $(ss --no-header --listening --tcp --processes | grep ballastd) ]] || fault "the service listens on a port, too"
 as trainer ballast job long --service="$address" >/dev/null || fault "its own user does not reach it"
 if as stranger ballast jobs --service="$address" >/dev/null 2>&1; then fault "another user of the node reaches it"; fi
-scancel --signal=TERM --batch "$job"
+scancel --signal=USR1 --batch "$job"
 await 60 "it was not stopped and saved" grep -q 'stopped and saved' long.out
 saved=$(grep -o 'saved job long at step [0-9]*' ballast-long/ballastd.log | grep -o '[0-9]*$')
 ((saved >= 20 && saved < 400)) || fault "saved at step $saved"

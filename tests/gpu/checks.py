@@ -36,10 +36,19 @@ def slug(way: str) -> str:
     return way.replace(",", "").replace(" ", "-")
 
 
+# What the two parts of run.sh leave in --out.
+_OURS = ("gpu.json", "logs", "logs.tar.gz", "trace-*.json.gz",
+         "torch.json", "torch-logs", "torch-package", "torch-logs.tar.gz")
+
+
 def clear(out: pathlib.Path, *names: str) -> str:
     """Nothing of an earlier run may pass for this one's: removes these patterns from `out`. Empty, or why not."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        # A folder with other files is somebody's, and so may its "logs" be.
+        others = [file for file in out.iterdir() if not any(file.match(ours) for ours in _OURS)]
+        if others and not any((out / result).exists() for result in ("gpu.json", "torch.json")):
+            return f"{out} has other files and no results of an earlier run; choose another --out"
         for name in names:
             for old in out.glob(name):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()

@@ -349,6 +349,15 @@ class Run(unittest.TestCase):
 
     # ------------------------------------------------------------ what is not run
 
+    def test_removes_nothing_of_a_folder_that_is_somebodys(self):
+        (self.out / "logs").mkdir(parents=True)
+        (self.out / "logs" / "mine").touch()
+        (self.out / "paper.tex").touch()
+        done = self.prove()
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("has other files and no results of an earlier run; choose another --out", done.stderr)
+        self.assertTrue((self.out / "logs" / "mine").exists())
+
     def test_what_the_time_is_over_for_has_not_failed(self):
         done = self.prove("--seconds=200", "--least-seconds-of-the-largest=1000")
         self.assertEqual(done.returncode, 2, done.stdout + done.stderr)

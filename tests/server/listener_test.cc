@@ -156,6 +156,27 @@ TEST_F(ListenerTest, RefusesATakenPortAndAnUnknownHost) {
   }
 }
 
+TEST(Listener, SaysWhichAddressOfANameItDoesNotListenOn) {
+  Listener first;
+  const std::string taken = first.Add(ParseAddress("127.0.0.1:0").value()).value();
+  const std::string name = "localhost" + taken.substr(taken.rfind(':'));
+  std::vector<std::string> warnings;
+  Listener second;
+  const absl::StatusOr<std::string> added =
+      second.Add(ParseAddress(name).value(), nullptr,
+                 [&](const std::string& line) { warnings.push_back(line); });
+  if (!added.ok()) {
+    EXPECT_THAT(warnings, testing::IsEmpty());  // The error says it.
+    GTEST_SKIP() << "this host has no second address of the name localhost: " << added.status();
+  }
+  EXPECT_EQ(*added, name);
+  EXPECT_THAT(warnings,
+              testing::ElementsAre("cannot listen on " + name +
+                                   ": it is taken; stop the other process or choose another (at "
+                                   "127.0.0.1, one of several addresses of that name; another one "
+                                   "is listened on)"));
+}
+
 TEST_F(ListenerTest, NamesTheDirectoryThatIsNotThere) {
   EXPECT_THAT(
       std::string(

@@ -4,10 +4,14 @@
 #include <sys/socket.h>
 
 #include <chrono>
+#include <cstdint>
 #include <map>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "tests/support/failing_memory.h"
 
 namespace ballast::server {
 namespace {
@@ -110,6 +114,32 @@ TEST_F(NewcomersTest, TlsBeginsWithAWholeRecord) {
   EXPECT_EQ(newcomers_.Next(now_).number(), -1);  // The pace: TLS takes four times as much.
   now_ += seconds(1);
   EXPECT_EQ(HandOn(), 1);
+}
+
+TEST_F(NewcomersTest, WhoseWordsFindNoMemoryIsHandedOnWhenThereIsSome) {
+  // Of a name that is long enough to need memory itself.
+  const FileDescriptor client = Connect("ipv6:2001:db8:1:2:3:4:5:6");
+  const Newcomers::Id id = ids_[client.number()];
+  const std::string words = kPreface;
+  ASSERT_EQ(send(client.number(), words.data(), words.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(words.size()));
+  int64_t part = 0;
+  for (bool done = false;; ++part) {
+    ASSERT_LT(part, 100);
+    left_until_failure = part;
+    try {
+      newcomers_.OnReadable(id);
+      done = true;
+    } catch (const std::bad_alloc&) {
+    }
+    left_until_failure = -1;
+    if (done) break;
+    EXPECT_EQ(newcomers_.WhenNext(now_), now_ + Newcomers::kPatience);
+    EXPECT_FALSE(newcomers_.Next(now_));
+  }
+  EXPECT_GE(part, 2);
+  EXPECT_EQ(HandOn(), 1);
+  EXPECT_TRUE(WasHandedOn(client));
 }
 
 TEST_F(NewcomersTest, WhoSpeaksAnotherProtocolIsToldSoByGrpc) {

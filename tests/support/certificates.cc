@@ -52,6 +52,10 @@ Certificate Make(const TestAuthority::Request& request, EVP_PKEY* key, X509* aut
   ASN1_INTEGER_set(X509_get_serialNumber(made.get()), ++serial);
   X509_gmtime_adj(X509_getm_notBefore(made.get()), request.begin_seconds);
   X509_gmtime_adj(X509_getm_notAfter(made.get()), request.end_seconds);
+  for (const auto& [text, time] : {std::pair(request.begin, X509_getm_notBefore(made.get())),
+                                   std::pair(request.end, X509_getm_notAfter(made.get()))}) {
+    if (!text.empty()) EXPECT_EQ(ASN1_STRING_set(time, text.c_str(), -1), 1);
+  }
   X509_set_pubkey(made.get(), key);
   X509_NAME_add_entry_by_txt(X509_get_subject_name(made.get()), "CN", MBSTRING_UTF8,
                              reinterpret_cast<const unsigned char*>(request.common_name.c_str()),

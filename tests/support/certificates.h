@@ -20,6 +20,9 @@ class TestAuthority {
     // From now on: when it begins and ends to be valid.
     long begin_seconds = -60;  // NOLINT: OpenSSL's type.
     long end_seconds = 3600;   // NOLINT
+    // What the certificate has in their place; empty: nothing.
+    std::string begin = {};
+    std::string end = {};
   };
 
   TestAuthority(std::string folder, const std::string& name);

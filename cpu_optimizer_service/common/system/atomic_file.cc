@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <vector>
@@ -26,7 +27,9 @@ void SetUnfinished(const std::string& path) {
   // The system opens no file with so long a path, so there is nothing to remove.
   if (path.size() >= sizeof(unfinished_path)) return;
   unfinished_path[path.copy(unfinished_path, sizeof(unfinished_path) - 1)] = '\0';
-  // This comes last: a signal may come between any two statements.
+  // This comes last: a signal may come between any two statements. The fence is for the compiler,
+  // which may otherwise move the path's bytes behind it, since only the flag is volatile.
+  std::atomic_signal_fence(std::memory_order_release);
   unfinished = 1;
 }
 

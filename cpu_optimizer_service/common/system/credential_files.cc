@@ -59,12 +59,18 @@ std::string Text(const ASN1_TIME* time) {
 absl::Status CheckTimes(const Certificate& certificate, const std::string& path) {
   const ASN1_TIME* const begin = X509_get0_notBefore(certificate.get());
   const ASN1_TIME* const end = X509_get0_notAfter(certificate.get());
-  if (X509_cmp_current_time(begin) > 0) {
+  const int begins = X509_cmp_current_time(begin);
+  const int ends = X509_cmp_current_time(end);
+  // 0 says that the time cannot be read. Of such a certificate nobody knows whether it is valid.
+  if (begins == 0 || ends == 0) {
+    return Wrong(
+        path, "is a certificate with a time of validity that cannot be read; have it made again");
+  }
+  if (begins > 0) {
     return Wrong(path, absl::StrCat("is a certificate that is valid from ", Text(begin),
                                     " on; see to this host's clock"));
   }
-  // 0 says that the time cannot be read; such a certificate counts as expired.
-  if (X509_cmp_current_time(end) > 0) return absl::OkStatus();
+  if (ends > 0) return absl::OkStatus();
   return Wrong(path, absl::StrCat("is a certificate that expired at ", Text(end), "; renew it"));
 }
 

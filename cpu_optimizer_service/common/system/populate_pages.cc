@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -44,7 +46,11 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
       std::min<size_t>({pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
   std::vector<std::thread> others;
   // The calling thread is the first of them.
-  for (size_t i = 1; i < threads; ++i) others.emplace_back(work);
+  try {
+    for (size_t i = 1; i < threads; ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {  // The system has no more threads: those there are do it.
+  } catch (const std::bad_alloc&) {
+  }
   work();
   for (std::thread& thread : others) thread.join();
   return failed;

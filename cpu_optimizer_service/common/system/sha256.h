@@ -1,8 +1,9 @@
-// SHA-256 over pieces, from OpenSSL.
+// SHA-256 over pieces, from OpenSSL. std::bad_alloc where there is no memory for it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_SHA256_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_SHA256_H_
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
 #include "absl/strings/string_view.h"
@@ -15,7 +16,6 @@ namespace ballast {
 class Sha256 {
  public:
   Sha256();
-  ~Sha256();
   Sha256(const Sha256&) = delete;
   Sha256& operator=(const Sha256&) = delete;
 
@@ -28,7 +28,10 @@ class Sha256 {
   std::string Hex();  // Once, at the end.
 
  private:
-  evp_md_ctx_st* const context_;
+  struct Free {
+    void operator()(evp_md_ctx_st* context) const;
+  };
+  const std::unique_ptr<evp_md_ctx_st, Free> context_;
 };
 
 }  // namespace ballast

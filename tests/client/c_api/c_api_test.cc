@@ -769,7 +769,7 @@ TEST_F(CApi, RefusesWhatCannotBe) {
   refused([](CRank& r) { r.job().unused_policy = 3; }, "unused_policy is 3");
   refused([](CRank& r) { r.job().update_mode = 2; }, "update_mode is 2");
   refused([](CRank& r) { r.job().parameter_count = size_t{1} << 40; }, "at most");
-  refused([](CRank& r) { r.job().group_count = 1; }, "is in group 1 of 1");
+  refused([](CRank& r) { r.job().group_count = 1; }, "is in group 1 but there are only 1 groups");
   refused([](CRank& r) { r.job().chunk_elements = 100; }, "100");
   const auto with_parameter = [&](auto change, const char* message) {
     refused([&](CRank& r) { change(const_cast<ballast_parameter*>(r.job().parameters)[0]); },
@@ -779,8 +779,8 @@ TEST_F(CApi, RefusesWhatCannotBe) {
   with_parameter([](ballast_parameter& p) { p.dimensions = -1; }, "-1 dimensions");
   with_parameter([](ballast_parameter& p) { p.shape = nullptr; }, "2 dimensions");
   const int64_t negative[] = {2, -3}, huge[] = {int64_t{1} << 40, 8};
-  with_parameter([&](ballast_parameter& p) { p.shape = negative; }, "an extent of -3");
-  with_parameter([&](ballast_parameter& p) { p.shape = huge; }, "an extent of 8");
+  with_parameter([&](ballast_parameter& p) { p.shape = negative; }, "has a negative size, -3");
+  with_parameter([&](ballast_parameter& p) { p.shape = huge; }, "has more than");
   refused([](CRank& r) { const_cast<ballast_group*>(r.job().groups)[1].wire_dtype = 7; },
           "group no_decay has dtype 7");
   refused([](CRank& r) { const_cast<void**>(r.options().weights)[1] = nullptr; },

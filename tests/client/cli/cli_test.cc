@@ -290,6 +290,30 @@ TEST_F(CliTest, PlanSaysWhereAFileIsNoJob) {
               AllOf(HasSubstr("at parameters[0].shape"), Not(HasSubstr("invalid value"))));
 }
 
+TEST_F(CliTest, PlanRefusesGroupsAndSizesThatNoJobMayHave) {
+  const std::string file = directory_ + "/job.json";
+  const auto plan = [&](const std::string& parameter, const std::string& world_size = "1") {
+    std::ofstream(file) << R"({"parameters": [{"name": "w", "trainable": true, )" << parameter
+                        << "}]}";
+    const ProcessResult result =
+        Ballast({"plan", file, "--memory=1GiB", "--world-size=" + world_size});
+    EXPECT_EQ(result.exit_code, 2) << parameter;
+    EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
+    return result.error;
+  };
+  // So far behind the one group that nothing is there.
+  EXPECT_THAT(plan(R"("shape": [3], "group": 1073741824)"),
+              HasSubstr("job.json: parameter w is in group 1073741824 but there are only 1"));
+  EXPECT_THAT(plan(R"("shape": [3], "group": -1)"), HasSubstr("job.json: parameter w is in group"));
+  EXPECT_THAT(plan(R"("shape": [-5])"), HasSubstr("job.json: parameter w has a negative size, -5"));
+  // In buckets it would take more memory than there is.
+  EXPECT_THAT(plan(R"("shape": [4611686018427387904])"),
+              HasSubstr("job.json: parameter w of shape [4611686018427387904] has more than"));
+  // As large as a job may be, but every bucket of it is cut for every rank.
+  EXPECT_THAT(plan(R"("shape": [274877906944])", "65536"),
+              HasSubstr("job.json: cut for 65536 ranks it has 1073741824 partitions, of 1048576"));
+}
+
 TEST_F(CliTest, PlanSaysWhatThePreviousVersionTakes) {
   const json plan = Json({"plan", "1M:fp32", "--memory=1GiB"});
   EXPECT_EQ(plan["keep_previous"], false);

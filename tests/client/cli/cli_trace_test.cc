@@ -196,6 +196,16 @@ TEST_F(CliTraceTest, SaysThatNoStepBegan) {
   }));
   EXPECT_THAT(NothingBegun({"trace", "gpt", "--out", Path("t.json")}),
               HasSubstr("step 2 is open and was begun before the trace"));
+  // Nor does one that has all gradients and waits for votes.
+  ASSERT_TRUE(ranks_[1]->session().BeginStep({}).ok());
+  ForEachRank(kRanks, [&](int rank) {
+    const int pushed = rank == 0 ? ranks_[0]->chunks()[0] : -1;
+    EXPECT_TRUE(
+        ranks_[rank]->PushAll(1, [&](int chunk, uint32_t) { return chunk != pushed; }).ok());
+    EXPECT_TRUE(ranks_[rank]->session().Seal(1).ok());
+  });
+  EXPECT_THAT(NothingBegun({"trace", "gpt", "--out", Path("t.json")}),
+              HasSubstr("step 2 is voting and was begun before the trace"));
 }
 
 TEST_F(CliTraceTest, WritesWhatThereIsWhenTimeIsUp) {

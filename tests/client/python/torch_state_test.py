@@ -55,8 +55,8 @@ class ElasticTest(StatesTest):
         python, here = sys.executable, pathlib.Path(__file__).resolve().parent
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(
-                [python, "-B", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2",
-                 "--monitor-interval=0.1", str(here / "state_ranks.py"), folder, self.service.address],
+                [python, "-B", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+                 "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1", str(here / "state_ranks.py"), folder, self.service.address],
                 # Gloo reads the addresses of the dead from a store that outlives them.
                 env=os.environ | {"PYTHONPATH": f"{ROOT / 'client/python'}{os.pathsep}{here}", "OMP_NUM_THREADS": "1",
                                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},

@@ -383,6 +383,26 @@ class TorchTest(unittest.TestCase):
             with self.assertRaisesRegex(ballast.AbortedError, "of job x; .*give each training a job= of its own"):
                 self.train(second, taker, 1, begin=4)
 
+    def test_a_session_that_is_ended_while_it_begins_is_opened_again(self):
+        model, read = Model(), ballast.Session.read_weights
+        ended = [ballast.AbortedError("another rank was taken")]
+
+        def read_weights(session):
+            if ended:
+                raise ended.pop()
+            read(session)
+
+        with mock.patch.object(ballast.Session, "read_weights", read_weights):
+            self.train(model, self.optimizer(model, job="ended-once"), 1)
+        self.assertEqual(ended, [])
+        optimizer = self.optimizer(Model(), job="ended-always")
+        with mock.patch.object(ballast.Session, "read_weights",
+                               side_effect=ballast.AbortedError("another rank was taken")) as reads:
+            with self.assertRaisesRegex(ballast.AbortedError, "another rank was taken"):
+                optimizer.attach(create=True)
+        self.assertEqual(reads.call_count, 6)
+        self.assertEqual(optimizer.attach(create=True), 0)
+
     def test_state_of_another_job_or_step_is_refused(self):
         model = Model()
         optimizer = self.optimizer(model, job="mine")

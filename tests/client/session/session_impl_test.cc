@@ -461,6 +461,7 @@ TEST_F(SessionImplTest, UploadsMomentsBehindTheWeights) {
   fake_->upload_results = {absl::InvalidArgumentError("first weights have step 0, not 7")};
   EXPECT_THAT(upload(), IsError(absl::StatusCode::kUnimplemented,
                                 HasSubstr("gpt rank 0: the service is older than this library")));
+  EXPECT_EQ(session_->committed_step(), 0u) << "the job has no weights";
   ASSERT_TRUE(upload().ok());
   ASSERT_EQ(fake_->uploaded.size(), 5u);
   for (const auto& [chunk, values] : fake_->uploaded) {

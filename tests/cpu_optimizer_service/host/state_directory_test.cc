@@ -269,6 +269,21 @@ TEST_F(StateDirectoryTest, LeavesTheLockAndSealedMemoryToTheParent) {
   EXPECT_TRUE(StateDirectory::Open({.path = path_, .others = &parent, .wait_seconds = 0}).ok());
 }
 
+// Which else would take a program for one that can take over although it cannot read the memory.
+TEST_F(StateDirectoryTest, TellsTheParentWhichFormatItsMemoryNeeds) {
+  {
+    const auto alone = Open(path_).value();
+    NamedMemory(*alone).KeepIn(kUid, 4);
+  }
+  KeeperForTwo parent;
+  const auto directory = StateDirectory::Open({.path = path_, .others = &parent}).value();
+  NamedMemory memory(*directory);
+  memory.KeepIn(kUid, 4);
+  EXPECT_EQ(parent.format(), 4u);
+  memory.KeepIn(kUid, 0);
+  EXPECT_EQ(parent.format(), 0u);
+}
+
 TEST_F(StateDirectoryTest, HasNoRoomWhereItsFileSystemIsFull) {
   if (geteuid() != 0 || unshare(CLONE_NEWNS) != 0 ||
       mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||

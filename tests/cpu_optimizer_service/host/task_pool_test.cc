@@ -1,7 +1,6 @@
 #include "cpu_optimizer_service/host/task_pool.h"
 
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,7 +9,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <latch>
 #include <memory>
 #include <optional>
@@ -24,6 +22,7 @@
 #include "tests/cpu_optimizer_service/host/topology_for_tests.h"
 #include "tests/support/address_limit.h"
 #include "tests/support/sanitizers.h"
+#include "tests/support/threads.h"
 
 namespace ballast {
 namespace {
@@ -82,26 +81,14 @@ TEST(TaskPool, WhatATaskOwnsIsGoneBeforeThePoolIs) {
   }
 }
 
-constexpr uid_t kNobody = 65534;
-
-// Root may, but where its user namespace has no other user.
-bool MayBecomeNobody() {
-  const pid_t child = fork();
-  if (child == 0) _exit(setuid(kNobody) == 0 ? 0 : 1);
-  int status = 1;
-  return child > 0 && waitpid(child, &status, 0) == child && status == 0;
-}
-
 // In a process of its own: this one has threads already.
 TEST(TaskPoolDeathTest, WithoutThreadsTheProcessEndsWithOneLine) {
-  if (geteuid() == 0 && !MayBecomeNobody()) {
+  if (!MayForbidThreads()) {
     GTEST_SKIP() << "root has no limit of threads, and can be no other user here";
   }
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto start = [] {
-    const rlimit none = {.rlim_cur = 0, .rlim_max = 0};
-    if (setrlimit(RLIMIT_NPROC, &none) != 0) std::abort();
-    if (geteuid() == 0 && setuid(kNobody) != 0) std::abort();  // Root has no such limit.
+    ForbidThreads();
     TaskPool pool(2);
     pool.Start([] {});
   };

@@ -9,6 +9,7 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cpu_optimizer_service/common/reason.h"
@@ -299,6 +300,99 @@ TEST(FirstStateMemoryTest, ABeginThatCannotBeKeptIsUndoneAndMayBeTriedAgain) {
   }
   EXPECT_EQ(again.job().Status().phase, JobPhase::kReady);
   EXPECT_EQ(again.job().Status().committed_step, 5u);
+}
+
+TEST(UpdateGroupMemoryTest, AChangeThatCannotBeKeptIsNotInForceThenOrLater) {
+  KeeperForTwo keeper;
+  NamedMemory memory(keeper);
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &memory});
+  JobSpec spec = MakeJobSpec({.group_sizes = {{700}}, .chunk_elements = 256});
+  spec.keep_previous = true;
+  JobDriver driver(engine, spec);
+  driver.UploadWeights();
+  driver.AttachAll();
+  const double before = spec.groups[0].hyper_parameters.lr;
+  const HyperParameterOverrides changes = {.lr = 2 * before};
+  const auto lr = [&driver] { return driver.job().Status().hyper_parameters[0].lr; };
+  // Of the ranks that the record has, and of its bytes.
+  const auto fail = [&] {
+    // What comes after a commit allocates, too.
+    while (engine.tasks().use().tasks > 0) std::this_thread::yield();
+    for (const int64_t failing : {0, 1}) {
+      bool thrown = false;
+      left_until_failure = failing;
+      try {
+        (void)driver.job().UpdateGroup(0, changes);
+      } catch (const std::bad_alloc&) {
+        thrown = true;
+      }
+      left_until_failure = -1;
+      EXPECT_TRUE(thrown) << "allocation " << failing;
+      EXPECT_EQ(lr(), before) << "allocation " << failing;
+    }
+  };
+  driver.Step(1);
+  driver.BeginAll();
+  fail();
+  driver.SendAll(2, 0, /*final=*/true);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  EXPECT_EQ(lr(), before) << "after the step in which it was to be changed";
+  fail();
+  ASSERT_TRUE(driver.job().UndoStep().ok());
+  EXPECT_EQ(lr(), before) << "after the last step was undone";
+  ASSERT_TRUE(driver.job().UpdateGroup(0, changes).ok());
+  EXPECT_EQ(lr(), 2 * before);
+}
+
+TEST(BrokenJobMemoryTest, ClosedWhileSomebodyHoldsItIsNoJobToTheNextProcess) {
+  KeeperForTwo keeper;
+  NamedMemory memory(keeper);
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &memory});
+  JobDriver holder(engine, MakeJobSpec({.group_sizes = {{700}}, .chunk_elements = 256}));
+  holder.UploadWeights();
+  holder.AttachAll();
+  holder.BeginAll();
+  failures = 0;
+  left_until_failure = 0;
+  const absl::Status broken = holder.stream(0).Seal(1, 1).status();
+  left_until_failure = -1;
+  ASSERT_EQ(failures, 1);
+  ASSERT_EQ(ReasonOf(broken), reason::kJobBroken);
+  ASSERT_TRUE(engine.CloseJob("job").ok());
+  ASSERT_FALSE(keeper.kept().empty());
+
+  NamedMemory left(keeper);
+  Engine next({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &left});
+  const Engine::TakenOver taken = next.TakeOverJobs();
+  EXPECT_TRUE(taken.back.empty());
+  EXPECT_TRUE(taken.lost.empty());
+  EXPECT_TRUE(taken.left.empty());
+  EXPECT_EQ(next.FindJob("job").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(keeper.kept().empty());
+}
+
+TEST(LookMemoryTest, ThatCannotBeginTakesNoOthersPlace) {
+  Engine engine({.memory_limit_bytes = int64_t{1} << 20, .threads = 1});
+  using Found = std::vector<FoundCheckpoint>;
+  const Engine::LookRequest request = {.path = "/there/is/no/such/folder"};
+  // More often than there are places: of the look itself, and of its task.
+  for (int64_t i = 0; i < 10; ++i) {
+    Engine::LookRequest asked = request;
+    Done<Found> done = [](const absl::StatusOr<Found>&) { ADD_FAILURE() << "it has begun"; };
+    bool thrown = false;
+    left_until_failure = i % 2;
+    try {
+      engine.LookForCheckpoints(std::move(asked), std::move(done));
+    } catch (const std::bad_alloc&) {
+      thrown = true;
+    }
+    left_until_failure = -1;
+    EXPECT_TRUE(thrown) << "allocation " << i % 2;
+  }
+  const absl::StatusOr<Found> found =
+      Await<Found>([&](Done<Found> done) { engine.LookForCheckpoints(request, std::move(done)); });
+  EXPECT_EQ(found.status().code(), absl::StatusCode::kNotFound) << found.status();
 }
 
 INSTANTIATE_TEST_SUITE_P(BothModes, JobMemoryTest,

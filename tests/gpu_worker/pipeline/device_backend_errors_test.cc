@@ -271,6 +271,31 @@ TEST(DeviceBackendErrors, AfterAFailureEveryCallSaysItAndNothingIsHandedOver) {
   EXPECT_EQ(rank.pushed().size(), pushed);
 }
 
+TEST(DeviceBackendErrors, WhatWasAbortedIsNoGradientAndNoWeightThoughTheDeviceIsWell) {
+  std::atomic<bool> aborted = false;
+  RankOptions options;
+  options.finish = [&] {
+    return aborted ? absl::DeadlineExceededError("rank 0: not done in time") : absl::OkStatus();
+  };
+  for (const bool at_reduction : {true, false}) {
+    aborted = false;
+    PipelineRank rank(options);
+    ASSERT_TRUE(rank.Create().ok());
+    ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
+    ASSERT_TRUE(rank.Passes(1).ok());
+    if (at_reduction) {
+      aborted = true;
+      EXPECT_THAT(rank.Passes(2).status().message(), HasSubstr("not done in time"));
+    } else {
+      ASSERT_TRUE(rank.GiveWeights(1, 1).ok());
+      aborted = true;
+      std::vector<std::byte> weights(16);
+      EXPECT_THAT(rank.backend().ReadWeights(0, absl::MakeSpan(weights)).message(),
+                  HasSubstr("not done in time"));
+    }
+  }
+}
+
 TEST(DeviceBackendErrors, EndsWhateverIsOnItsWay) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     {

@@ -48,6 +48,8 @@ struct RankOptions {
   FakeDeviceOptions device = {};
   PassScript script = {};
   Timeline* timeline = nullptr;
+  // Before the collective's own Finish. Nullable.
+  std::function<absl::Status()> finish;
   // Instead of noting and releasing; it calls Note itself. On the sender's thread.
   std::function<absl::Status(client::GradientPush push)> push;
 };
@@ -73,6 +75,32 @@ struct OptimizersMemory {
   std::vector<std::byte> memory;
 };
 
+// One whose Finish may fail, as after an abort: the device says that all is done.
+class FinishingCollective final : public DeviceCollective {
+ public:
+  FinishingCollective(std::unique_ptr<DeviceCollective> wrapped,
+                      std::function<absl::Status()> finish)
+      : wrapped_(std::move(wrapped)), finish_(std::move(finish)) {}
+  int rank() const override { return wrapped_->rank(); }
+  int world_size() const override { return wrapped_->world_size(); }
+  absl::Status ReduceScatterSum(DeviceStream& stream, const float* input, float* shard,
+                                int64_t shard_elements, const Purpose& purpose) override {
+    return wrapped_->ReduceScatterSum(stream, input, shard, shard_elements, purpose);
+  }
+  absl::Status AllGather(DeviceStream& stream, const std::byte* shard, std::byte* all,
+                         size_t shard_bytes, const Purpose& purpose) override {
+    return wrapped_->AllGather(stream, shard, all, shard_bytes, purpose);
+  }
+  absl::Status Finish() override {
+    const absl::Status finished = finish_ ? finish_() : absl::OkStatus();
+    return finished.ok() ? wrapped_->Finish() : finished;
+  }
+
+ private:
+  const std::unique_ptr<DeviceCollective> wrapped_;
+  const std::function<absl::Status()> finish_;
+};
+
 class PipelineRank final : public GradientSink {
  public:
   // `host` is nullable: then a world of one.
@@ -86,7 +114,8 @@ class PipelineRank final : public GradientSink {
         device_(options_.device),
         matmul_(MakeFakeMatmul()),
         collective_(host == nullptr ? MakeSingleDeviceCollective(device_)
-                                    : MakeGlooDeviceCollective(device_, *host)) {
+                                    : MakeGlooDeviceCollective(device_, *host),
+                    options_.finish) {
     options_.script.rank = rank_;
   }
 
@@ -95,7 +124,7 @@ class PipelineRank final : public GradientSink {
     BALLAST_ASSIGN_OR_RETURN(
         backend_,
         MakeDeviceBackendOf(
-            options_.backend, {device_, *matmul_, *collective_, job_, options_.timeline},
+            options_.backend, {device_, *matmul_, collective_, job_, options_.timeline},
             ScriptedBackwardOrder(),
             [this](const DeviceGptParts& parts) -> absl::StatusOr<std::unique_ptr<DeviceGpt>> {
               return std::make_unique<ScriptedPasses>(parts, options_.script, passes_);
@@ -307,7 +336,7 @@ class PipelineRank final : public GradientSink {
   OptimizersMemory weights_;
   FakeDevice device_;
   const std::unique_ptr<DeviceMatmul> matmul_;
-  const std::unique_ptr<DeviceCollective> collective_;
+  FinishingCollective collective_;
   std::vector<WeightsRead> passes_;  // The device's thread's until the step is finished.
 
   mutable Mutex mutex_;

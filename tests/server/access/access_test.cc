@@ -3,8 +3,11 @@
 
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -21,6 +24,7 @@
 #include "client/connect.h"
 #include "client/transport/blocking_call.h"
 #include "client/transport/handshake.h"
+#include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "proto/convert.h"
 #include "proto/frame.h"
 #include "server/access/method_rules.h"
@@ -264,6 +268,65 @@ TEST_F(AccessTest, ListsTheJobsThatTheCallerMaySee) {
               UnorderedElementsAre("jobs/mine-1", "jobs/public", "jobs/other"));
 }
 
+TEST_F(AccessTest, APageOfCheckpointsTellsNothingOfThoseThatTheCallerMayNotSee) {
+  const auto names = CheckpointDirectory::Open(PosixFileSystem(), File("checkpoints")).value();
+  std::vector<std::string> all;
+  const auto make = [&](const std::string& folder, int count) {
+    for (int i = 0; i < count; ++i) {
+      all.push_back(absl::StrCat(folder, "/step-", i, ".1"));
+      // Of nothing that can be loaded, which is listed too.
+      std::filesystem::create_directories(names->PathOf(all.back()));
+    }
+  };
+  // Behind each of the caller's folders is another's: one ends a page, and one is more than a page.
+  make("mine-1", 1);
+  make("other", 4096);
+  make("public", 1);
+  make(absl::StrCat("theirs-", std::string(93, 'x')), 8000);
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1, .checkpoints = names.get()});
+  const auto server =
+      Server::Start(engine, {.listen = {"unix:" + File("other-socket")},
+                             .access = {.roles = File("roles"), .tokens = File("tokens")}})
+          .value();
+  const auto page = [&](const std::string& who, const std::string& token,
+                        v1::ListCheckpointsResponse& response) {
+    grpc::ClientContext context;
+    v1::ListCheckpointsRequest request;
+    request.set_page_token(token);
+    return v1::StateService::NewStub(
+               client::Connect(server->addresses()[0], kPatience, {.token_file = File(who)})
+                   .value())
+        ->ListCheckpoints(&context, request, &response);
+  };
+  std::string tokens;  // Of all pages.
+  const auto list = [&](const std::string& who) {
+    std::vector<std::string> seen;
+    std::string token;
+    int pages = 0;
+    do {
+      v1::ListCheckpointsResponse response;
+      const grpc::Status status = page(who, token, response);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      for (const v1::Checkpoint& each : response.checkpoints()) seen.push_back(each.name());
+      token = response.next_page_token();
+      tokens += token + " ";
+    } while (!token.empty() && ++pages < 100);
+    EXPECT_EQ(token, "");
+    return seen;
+  };
+  EXPECT_EQ(list("viewer"), (std::vector<std::string>{"mine-1/step-0.1", "public/step-0.1"}));
+  EXPECT_THAT(tokens, testing::Not(testing::AnyOf(HasSubstr("other"), HasSubstr("theirs"))));
+  std::vector<std::string> seen = list("admin");
+  std::sort(seen.begin(), seen.end());
+  std::sort(all.begin(), all.end());
+  EXPECT_EQ(seen, all);
+  // Whether there is such a one or not.
+  for (const char* token : {"other/step-0.1", "other/step-9999.1"}) {
+    v1::ListCheckpointsResponse response;
+    EXPECT_EQ(page("viewer", token, response).error_code(), grpc::StatusCode::ABORTED) << token;
+  }
+}
+
 TEST_F(AccessTest, ATokenComesBeforeACertificateAndAUser) {
   EXPECT_EQ(GetJobOver(OverTls("viewer", "mallory")).error_code(), grpc::StatusCode::OK);
   EXPECT_EQ(GetJobOver(OverTls("unknown", "alice")).error_code(),
@@ -370,6 +433,25 @@ TEST_F(AccessTest, FilesThatBecomeWrongChangeNothing) {
                             {.tls_ca = authority_->certificate()})
                 .status(),
             absl::OkStatus());
+}
+
+// However it comes that the system takes only a part of it.
+TEST_F(AccessTest, ACertificateThatIsNotCopiedWholeIsAnError) {
+  const auto tls = Tls::Open({.tls_certificate = File("server.pem"),
+                              .tls_key = File("server.key"),
+                              .tls_client_ca = authority_->certificate()})
+                       .value();
+  const auto usual = signal(SIGXFSZ, SIG_IGN);  // As ballastd does.
+  rlimit before = {};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small = {.rlim_cur = 16, .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status read = tls->ReadAgain();
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  signal(SIGXFSZ, usual);
+  EXPECT_THAT(std::string(read.message()),
+              AllOf(HasSubstr("certificate"), HasSubstr("in memory"), HasSubstr("File too large")));
+  EXPECT_EQ(tls->ReadAgain(), absl::OkStatus());
 }
 
 TEST_F(AccessTest, AClientThatTrustsAnotherAuthorityIsToldSoAtOnce) {

@@ -235,7 +235,6 @@ TEST(Ballastd, GoesOnAfterASaveOnSigtermThatFailed) {
   std::filesystem::remove_all(checkpoints);
 }
 
-// A job of which a load did not end: the disk breaks while the state is being replaced.
 // The process that a holder has started; 0: none is there.
 pid_t ChildOf(pid_t holder) {
   const std::string task = absl::StrCat("/proc/", holder, "/task/", holder, "/children");
@@ -360,6 +359,7 @@ TEST(Ballastd, SaysThatItsParentDoesNotHoldAJobForWantOfADescriptor) {
   await_said("job one is back at step 0", 2);
 }
 
+// A job of which a load did not end: the disk breaks while the state is being replaced.
 class BallastdWithABrokenJob : public testing::Test {
  protected:
   void SetUp() override {
@@ -743,6 +743,23 @@ TEST(Ballastd, FindsJobsInItsDirectoryAfterTheEndOfAllItsProcesses) {
                     HasSubstr("remove the files that begin with its uid")));
   EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
   for (const auto& [path, bytes] : before) EXPECT_EQ(ReadFile(path), bytes) << path;
+}
+
+// Nobody passes signals on to it, and who stops it need not be who started it.
+TEST(Ballastd, WithoutAHolderStopsForASignalOfAnyProcess) {
+  for (const char* signal : {"TERM", "INT"}) {
+    const DirectoryInMemory memory;
+    Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--memory-limit=64MiB",
+                                     "--state-dir=" + memory.path(), "--holder=none"});
+    ASSERT_NE(service.Address(), "") << service.Errors();
+    Process other({"/bin/sh", "-c", absl::StrCat("kill -", signal, " ", service.pid())});
+    ASSERT_EQ(other.ExitCode(), 0) << other.Errors();
+    while (service.IsRunning()) {
+      ASSERT_THAT(service.Errors(), Not(HasSubstr("is left to the parent")));
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  }
 }
 
 TEST(Ballastd, LogsWhatAnOperatorChangesAndWhoItWas) {

@@ -58,6 +58,18 @@ TEST_F(CredentialFilesTest, SaysInOneLineWhatIsWrong) {
   EXPECT_THAT(PairError("good.pem", "good.key"), HasSubstr("can be written by other users"));
 }
 
+TEST_F(CredentialFilesTest, RefusesTimesThatCannotBeRead) {
+  constexpr char kWithoutSeconds[] = "7001010000Z";  // Which RFC 5280 forbids.
+  authority_->Issue("begin", {.common_name = "begin", .begin = kWithoutSeconds});
+  authority_->Issue("end", {.common_name = "end", .end = kWithoutSeconds});
+  for (const std::string name : {"begin", "end"}) {
+    EXPECT_THAT(PairError(name + ".pem", name + ".key"),
+                HasSubstr("a time of validity that cannot be read"));
+    EXPECT_THAT(std::string(ReadCertificateAuthority(File(name + ".pem")).status().message()),
+                HasSubstr("a time of validity that cannot be read"));
+  }
+}
+
 TEST_F(CredentialFilesTest, ASecretBelongsToThisUserOrToRoot) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can give a file to another user";
   WritePrivateFile(File("token"), "a");

@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <vector>
+
+#include "tests/support/threads.h"
 
 namespace ballast {
 namespace {
@@ -57,6 +60,23 @@ TEST(PopulatePages, SaysWhatAPieceFailedWith) {
     Mapping mapping(32 * page, 64 * page);
     EXPECT_NE(PopulatePages(mapping.memory(), 64 * page, piece_pages * page), 0);
   }
+}
+
+// In a process of its own: this one is to have threads again.
+TEST(PopulatePagesDeathTest, WithoutOtherThreadsTheCallersBacksAll) {
+  if (!MayForbidThreads()) {
+    GTEST_SKIP() << "root has no limit of threads, and can be no other user here";
+  }
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto populate = [] {
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    Mapping mapping(64 * page, 64 * page);
+    ForbidThreads();
+    const int failed = PopulatePages(mapping.memory(), 64 * page, page);
+    const bool all = failed == 0 && mapping.resident(page) == 64;
+    std::_Exit(all || failed == EINVAL ? 0 : 1);  // EINVAL: a kernel before 5.14.
+  };
+  EXPECT_EXIT(populate(), testing::ExitedWithCode(0), "");
 }
 
 TEST(PopulatePages, OfNothingIsNothing) { EXPECT_EQ(PopulatePages(nullptr, 0), 0); }
