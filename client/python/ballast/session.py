@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from . import _native
-from .errors import BallastError, DeadlineError, FailedPreconditionError, error_of
+from .errors import AbortedError, BallastError, DeadlineError, FailedPreconditionError, UnavailableError, error_of
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
@@ -23,6 +23,8 @@ UPDATE_MODES = {"wait": 0, "speculate": 1}
 ON_ABORT = {"redo": 0, "skip": 1}
 PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4}
 _REPLICATE = -1
+# What the library keeps of a session's stream, and raises in every later call.
+_FINAL = (AbortedError, UnavailableError)
 # A wait in the library lasts no longer, so that Python can handle signals.
 _SLICE_SECONDS = 0.1
 _SLICE_IN_WORDS = re.compile(r"\b(within|for) 100ms\b")  # As the library then says.
@@ -159,6 +161,7 @@ class Session:
         self._give = _native.library().ballast_give_gradient
         self._lock = threading.Lock()
         self._abandoned: threading.Thread | None = None
+        self._failed = False
         self._calling = False
         self._while_waiting = while_waiting or (lambda: None)
         groups = (_native.Group * len(job.groups))(*[
@@ -188,23 +191,31 @@ class Session:
             reconnect_timeout_seconds=reconnect_timeout, wait_seconds=_SLICE_SECONDS,
             weights=_native.pointers(list(weights)), tls_ca=_path(tls_ca), tls_cert=_path(tls_cert),
             tls_key=_path(tls_key), token_file=_path(token_file), takes_no_steps=not takes_steps)
-        self._patiently("ballast_open", ctypes.byref(options), ctypes.byref(self._handle))
         # Before a service that this process started is stopped: it was registered earlier.
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+        try:
+            self._patiently("ballast_open", ctypes.byref(options), ctypes.byref(self._handle))
+        except BaseException:
+            self.close()  # Once it is open: it would keep the rank.
+            raise
 
     def close(self) -> None:
         """Ends the session; the job stays. Closing again does nothing."""
         with self._lock:
             handle, self._handle = self._handle, ctypes.c_void_p()
-            running = self._abandoned
-        if not handle:
-            return
+            running, self._abandoned = self._abandoned, None
         atexit.unregister(self._at_exit)
         if running is None or not running.is_alive():
             _native.library().ballast_close(handle)
-        else:  # After Ctrl-C: no caller waits for it any more, and no call may run when a session is closed.
-            threading.Thread(target=lambda: (running.join(), _native.library().ballast_close(handle))).start()
+            return
+
+        def close_later(_kept=self._memory):
+            running.join()
+            _native.library().ballast_close(handle)  # Which an open that was interrupted has set only now.
+
+        # After Ctrl-C: no caller waits for it any more, and no call may run when a session is closed.
+        threading.Thread(target=close_later).start()
 
     def __enter__(self) -> Session:
         return self
@@ -217,6 +228,11 @@ class Session:
             self.close()
 
     # ------------------------------------------------------------ what it knows
+
+    @property
+    def ended(self) -> bool:
+        """Whether a call has shown that none can succeed any more: open another session."""
+        return self._failed or self._abandoned is not None or not self._handle
 
     @property
     def committed_step(self) -> int:
@@ -353,7 +369,9 @@ class Session:
             self._while_waiting()
             self._wait("ballast_give_gradient", micro_step, parameter, address, final)
         elif status != _native.OK:
-            raise error_of(status, _native.message())
+            error = error_of(status, _native.message())
+            self._failed = self._failed or isinstance(error, _FINAL)
+            raise error
 
     def gradient_places(self, parameter: int, micro_step: int = 0) -> tuple[list[tuple[int, int, int]], int]:
         """Where a gradient that is elsewhere, as on a GPU, is to be copied: (address, offset, elements) of each
@@ -464,14 +482,15 @@ class Session:
         self._patiently("ballast_undo", self._open(), ctypes.byref(step))
         return step.value
 
-    def read_state(self, parameter: int, plane: str, address: int) -> tuple[int, int]:
+    def read_state(self, parameter: int, plane: str, address: int, *, memory: object = None) -> tuple[int, int]:
         """Writes a plane of a whole parameter ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") in fp32 to the
-        address, whatever part of it this rank owns. Returns the step that it is of, and how often the parameter
-        has been updated."""
+        address, whatever part of it this rank owns. memory: what must live as long as it is written to, which after
+        Ctrl-C can be longer than this call. Returns the step that it is of, and how often the parameter has been
+        updated."""
         step, updates = ctypes.c_uint64(), ctypes.c_int64()
         elements = math.prod(self.job.parameters[parameter].shape)
         self._patiently("ballast_read_state", self._open(), parameter, _number(PLANES, plane, "plane"), address,
-                        elements, ctypes.byref(step), ctypes.byref(updates))
+                        elements, ctypes.byref(step), ctypes.byref(updates), keep=memory)
         return step.value, updates.value
 
     def summarise(self, parameter: int) -> tuple[dict[str, Summary], int, int]:
@@ -502,30 +521,35 @@ class Session:
         self._calling = True
         try:
             _native.call(name, self._open(), *arguments)
+        except _FINAL:
+            self._failed = True
+            raise
         finally:
             self._calling = False
 
     def _patiently(self, name: str, *arguments, keep: object = None) -> None:
         """A call that may wait long, and not in slices: in a thread, beside which Python sees signals. The
         interpreter does not end before the call, which its own time limit ends: the library must not be left
-        in the middle of a call. Until then the thread has what is to be kept."""
+        in the middle of a call. Until then the thread has what is to be kept, and the weights' memory."""
         errors = []
 
-        def run(_kept=keep):
+        def run(_kept=(keep, self._memory)):
             try:
                 _native.call(name, *arguments)
             except BallastError as error:
                 errors.append(error)
 
-        self._abandoned = threading.Thread(target=run)
-        self._abandoned.start()
+        running = self._abandoned = threading.Thread(target=run)
+        running.start()
         while True:
-            self._abandoned.join(_SLICE_SECONDS)
-            if not self._abandoned.is_alive():
+            running.join(_SLICE_SECONDS)
+            if not running.is_alive():
                 break
             self._while_waiting()
         self._abandoned = None
         if errors:
+            # UNAVAILABLE is of this call alone, which does not go over the session's stream.
+            self._failed = self._failed or isinstance(errors[0], AbortedError)
             raise errors[0]
 
     def _wait(self, name: str, *arguments) -> None:

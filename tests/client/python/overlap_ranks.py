@@ -1,10 +1,14 @@
 """What the ranks of overlap_test.py do."""
 
+import copy
+import contextlib
 import gc
 import hashlib
 import os
+import pickle
 import signal
 import weakref
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -180,6 +184,57 @@ def optimizers_of_one_module(rank, world_size, service, job):
     return [gone, seen, steps]
 
 
+def aborted_in_backward(rank, world_size, service, job):
+    """What a backward of DistributedDataParallel raises then, and the steps when it has attached and later; and the
+    same when rank 1 alone cannot begin a step."""
+    from processes import await_
+
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = ballast.torch.AdamW(module.named_parameters(), service=service, job=job, overlap=True, module=model)
+
+    def backward(number):
+        loss_of_ddp(model, batch(number, rank)).backward()
+
+    def steps():
+        for number in range(2):
+            backward(number)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.param_groups[0]["job_step"]
+
+    steps()
+    backward(2)
+    dist.barrier()
+    if rank == 0:
+        client = ballast.connect(service)
+        await_("the begins of the step", lambda: all(each["begun"] for each in client.job(job)["ranks"]))
+        client._run("abort-step", job)
+    said, told = "nothing", torch.zeros(())
+    while not told:  # Each hears of it in its own time.
+        try:
+            backward(3)
+        except Exception as error:
+            said = type(error).__name__
+        told.fill_(said != "nothing")
+        dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    optimizer.zero_grad()
+    attached = optimizer.attach()
+    seen = [said, attached, steps()]
+    failing = ballast.UnavailableError("the service has gone")
+    with mock.patch.object(optimizer._binding.session, "begin_step", side_effect=failing) if rank == 1 else \
+            contextlib.nullcontext():
+        try:
+            steps()
+        except ballast.BallastError as error:
+            seen.append(type(error).__name__)
+    optimizer.zero_grad()
+    seen += [optimizer.attach(), steps()]
+    optimizer.close()
+    return seen
+
+
 def _clips(model, optimizer, loss_at):
     """Steps that are clipped, and one that is left out for its norm."""
     norms, types = [], set()
@@ -276,11 +331,14 @@ def reads_shards_alone(rank, world_size, service, job):
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, overlap=True,
                                     overlap_weights=True, module=model)
     left = []
-    for of, read in ((model, "state_dict"), (optimizer, "wait_for_weights"), (model.layers[0], "state_dict"),
-                     (model, "unshard")):
+    for name, read in {"a state": model.state_dict, "a wait": optimizer.wait_for_weights,
+                       "a part's state": model.layers[0].state_dict,
+                       "a copy": lambda: copy.deepcopy(next(model.parameters())),
+                       "a pickle": lambda: pickle.dumps(next(model.parameters())),
+                       "unshard": lambda: model.unshard()}.items():
         _two_steps(model, optimizer, rank, lambda model, step, rank: loss_of(model, batch(step, rank), False))
-        if rank == 0 or read == "unshard":  # Which gathers.
-            getattr(of, read)()
+        if rank == 0 or name == "unshard":  # Which gathers.
+            read()
             left.append(len(optimizer._binding._returning.coming))
         model.reshard()
         dist.barrier()
@@ -303,7 +361,7 @@ def reads_replicas_alone(rank, world_size, service, job):
             model(batch(0, rank))
 
     said = []
-    for read in (module.state_dict, evaluate, lambda: module(batch(0, rank))):
+    for read in (module.state_dict, evaluate, lambda: module(batch(0, rank)), optimizer.close):
         try:
             if rank == 0:
                 read()

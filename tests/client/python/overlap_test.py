@@ -627,6 +627,8 @@ except UserWarning as warning:
         optimizer.step()
         with self.assertRaisesRegex(RuntimeError, "embedding.weight is sparse"):
             dense(embedding(torch.tensor([1, 2]))).sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "dense.bias is on meta, from where none .* overlap=False"):
+            optimizer._binding.stream.give(optimizer._binding.names.index("dense.bias"), torch.ones(2, device="meta"))
         optimizer.zero_grad()
         dense(torch.ones(3)).sum().backward()
         optimizer.step()
@@ -649,6 +651,45 @@ except UserWarning as warning:
         self.assertEqual(optimizer._binding.stream.micro_steps, before)
         optimizer.step()
         self.assertIsNone(optimizer.skipped)
+
+    @staticmethod
+    def has_ended(optimizer):
+        """Whether the library has heard of it; of which the optimizer is told nothing."""
+        try:
+            ballast._native.call("ballast_read_weights", optimizer._binding.session._handle)
+        except ballast.AbortedError:
+            return True
+        except ballast.BallastError:
+            pass
+        return False
+
+    def test_a_session_that_ends_outside_of_step_is_opened_again(self):
+        def backward(model, optimizer):
+            loss_of(model, batch(2)).backward()
+
+        ways = {"its begin": backward, "a gradient": backward,
+                "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+                "zero_grad of the model": lambda model, optimizer: model.zero_grad()}
+        for number, (way, work) in enumerate(ways.items()):
+            with self.subTest(way):
+                model, optimizer = self.begun(job=f"ends-{number}")
+                if way == "its begin":
+                    optimizer.step()
+                step = optimizer.param_groups[0]["job_step"]
+                other = self.optimizer(Model(), True, job=f"ends-{number}")
+                self.assertEqual(other.attach(), step)  # It takes the rank.
+                other.close()
+                await_("the end of the session that had it", lambda: self.has_ended(optimizer))
+                with self.assertRaises(ballast.AbortedError):
+                    work(model, optimizer)
+                optimizer.zero_grad()
+                model.zero_grad()
+                self.assertEqual(optimizer.attach(), step)
+                for _ in range(2):
+                    backward(model, optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                self.assertEqual(optimizer.param_groups[0]["job_step"], step + 2)
 
     def test_a_service_that_dies_is_one_line(self):
         service = ballast.Service(memory_limit="1GiB")
@@ -702,12 +743,14 @@ except UserWarning as warning:
                     self.assertAlmostEqual(one, other, delta=1e-4 * max(1, abs(other)))
 
     def test_ranks_that_differ_or_begin_again(self):
-        differently, come_and_go, refused = run_ranks("overlap_ranks", 2, [
+        differently, come_and_go, aborted, refused = run_ranks("overlap_ranks", 2, [
             (function, dict(service=self.service.address, job=function))
-            for function in ("clip_differently", "optimizers_of_one_module", "refusals")])
+            for function in ("clip_differently", "optimizers_of_one_module", "aborted_in_backward", "refusals")])
         for said in differently:
             self.assertRegex(said, "max_norm 0.[12] where others have 0.[12]")
         self.assertEqual(come_and_go, 2 * [[True, [1, 3, 1, 3, 1], 6]])
+        self.assertEqual(aborted, [["AbortedError", 2, 4, said, 4, 6]
+                                   for said in ("FailedPreconditionError", "UnavailableError")])
         for said in refused:
             for text, expected in zip(said, [
                     each for each in ("and 0 have these parameters", "and 0 have", "find_unused_parameters=False",

@@ -663,12 +663,12 @@ class RanksTest(unittest.TestCase):
 
     def test_who_may_read_weights_alone(self):
         of_fsdp, of_ddp = self.ranks(2, ("reads_shards_alone", {}), ("reads_replicas_alone", {}))
-        self.assertEqual(of_fsdp, [[0] * 4, [0]])
+        self.assertEqual(of_fsdp, [[0] * 6, [0]])
         for told in of_ddp:
-            for said in told[:3]:
+            for said in told[:4]:
                 self.assertIn("wait_for_weights() on all ranks", said)
                 self.assertNotIn("\n", said)
-            self.assertEqual(told[3:5], ["the state of step 2", 0])
+            self.assertEqual(told[4:6], ["the state of step 2", 0])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The package `ballast` without PyTorch: a service as a child, sessions on arrays, state as arrays."""
 
+import gc
 import importlib
 import os
 import pathlib
@@ -13,6 +14,7 @@ import threading
 import time
 import types
 import unittest
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -344,6 +346,60 @@ class Package(unittest.TestCase):
         with self.assertRaises(KeyboardInterrupt):
             rank.step()
         self.assertLess(time.monotonic() - begun, processes.PATIENCE)  # Its own limit is ten minutes.
+
+    def interrupted(self, name, work):
+        """Ctrl-C in the work, whose call of the library goes on until the event that this returns is set."""
+        ends, call = threading.Event(), ballast._native.call
+        self.addCleanup(ends.set)
+
+        def slow(called, *arguments):
+            if called == name:
+                ends.wait()
+            return call(called, *arguments)
+
+        with mock.patch.object(ballast._native, "call", slow), self.assertRaises(KeyboardInterrupt):
+            work()
+        return ends
+
+    def test_what_is_written_to_outlives_an_interrupted_call(self):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        for name, work in (("ballast_read_weights", lambda session, _: session.read_weights()),
+                           ("ballast_read_state", lambda session, memory: session.read_state(
+                               0, "master", memory.ctypes.data, memory=memory))):
+            with self.subTest(name):
+                rank = self.rank("kept")
+                rank.start()
+                rank.session.close()
+                weights, plane = [array.copy() for array in rank.arrays], np.empty(SHAPES["w"], np.float32)
+                kept = [weakref.ref(array) for array in weights + [plane] * ("state" in name)]
+                session = ballast.Session(self.service.address, job("kept"), [w.ctypes.data for w in weights],
+                                          memory=weights, while_waiting=interrupt)
+                ends = self.interrupted(name, lambda: work(session, plane))
+                self.assertTrue(session.ended)
+                session.close()
+                del session, weights, plane
+                gc.collect()
+                self.assertTrue(all(memory() is not None for memory in kept))
+                ends.set()
+                processes.await_("an end of the call", lambda: not any(memory() is not None for memory in kept))
+
+    def test_an_interrupted_open_is_closed(self):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        rank = self.rank("open")
+        rank.start()
+        rank.session.close()
+        closed, library = [], ballast._native.library()
+        ends = self.interrupted("ballast_open", lambda: ballast.Session(
+            self.service.address, job("open"), rank.addresses(), while_waiting=interrupt))
+        close = library.ballast_close
+        with mock.patch.object(library, "ballast_close", lambda handle: (closed.append(handle.value), close(handle))):
+            ends.set()
+            processes.await_("the close of what was opened", lambda: closed)
+        self.assertIsNotNone(closed[0])
 
     def test_a_service_ends_with_the_process_that_started_it(self):
         for way in ("sys.exit(0)", "os.kill(os.getpid(), 9)"):

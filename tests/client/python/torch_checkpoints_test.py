@@ -264,6 +264,17 @@ class CheckpointsTest(unittest.TestCase):
         for name, tensor in ours.state_dict().items():
             torch.testing.assert_close(tensor, again.state_dict()[name], rtol=1e-5, atol=1e-7)
 
+    def test_a_checkpoint_of_adamw_makes_no_state_of_adam(self):
+        kinds = {"Adam": "AdamW", "AdamW": "Adam"}
+        for kind, other in kinds.items():
+            model = new_model()
+            made = ballast.torch.to_checkpoint(
+                self.folder / kind, getattr(ballast.torch, kind)(model.named_parameters(), lr=0.02), model.state_dict())
+            with self.assertRaisesRegex(ballast.InvalidArgumentError, f"0.weight was trained by {kind}: give an"):
+                ballast.torch.from_checkpoint(made, getattr(torch.optim, other)(model.named_parameters()))
+            _, state = ballast.torch.from_checkpoint(made, getattr(torch.optim, kind)(model.named_parameters()))
+            self.assertEqual(state["param_groups"][0]["lr"], 0.02)
+
     def test_what_is_being_converted_is_left_alone_by_a_service_that_saves_there(self):
         service = self.service()
         model = new_model()
@@ -364,6 +375,29 @@ class CheckpointsTest(unittest.TestCase):
                                            for name, p in model.named_parameters()}, (dtype, where))
                 optimizer.close()
 
+    def test_a_full_state_that_did_not_reach_the_service_is_loaded_again(self):
+        first = ballast.Service(memory_limit="256MiB", threads=1)
+        self.addCleanup(first.stop)
+        model = new_model()
+        optimizer = self.optimizer(model, first, full_state=True)
+        train(model, optimizer, range(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That the service saves nothing.
+            state = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        second = ballast.Service(memory_limit="256MiB", threads=1)
+        self.addCleanup(second.stop)
+        again = self.optimizer(model, second, full_state=True)
+        with mock.patch("ballast.torch.binding.restore", side_effect=ballast.UnavailableError("it does not run")), \
+                self.assertRaisesRegex(ballast.UnavailableError, "it does not run"):
+            again.load_state_dict(state)
+        for go_on in (again.attach, lambda: train(model, again, range(1, 2))):
+            with self.assertRaisesRegex(ballast.NotFoundError, r"neither the job .* call load_state_dict\(\) again"):
+                go_on()
+        again.load_state_dict(state)
+        self.assertEqual(again.attach(), 1)
+        train(model, again, range(1, 2))
+
     def test_moments_of_what_is_frozen_by_now(self):
         service = ballast.Service(memory_limit="256MiB", threads=1)
         self.addCleanup(service.stop)
@@ -409,7 +443,7 @@ class CheckpointsTest(unittest.TestCase):
                 gc.collect()
                 there = [weakref.ref(of) for of in gc.get_objects() if type(of) is torch.Tensor
                          and of.data_ptr() in given]
-                self.assertEqual(len(there), len(given))
+                self.assertEqual({of().data_ptr() for of in there}, given)
                 goes_on.set()
                 uploads[0].join(PATIENCE)
             client = ballast.connect(service.address)

@@ -234,6 +234,29 @@ def is_interrupted(rank, world_size, service, job):
     return "no interrupt"
 
 
+def cannot_read(rank, world_size, service, job):
+    """Rank 1 does not get the weights that the ranks then gather from each other: at first, and after an undo."""
+    model = model_of()
+    parallel = ddp(model)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, keep_previous=True)
+
+    def read_weights():
+        if rank == 1:
+            time.sleep(0.5)  # The other goes on meanwhile.
+            raise ballast.UnavailableError("the service does not give them")
+
+    def without(work):
+        with mock.patch.object(ballast.Session, "read_weights", side_effect=read_weights):
+            return error_of(work)
+
+    at_attach = without(lambda: optimizer.attach(create=True))
+    optimizer.attach(create=True)
+    train(parallel, optimizer, rank, 2)
+    at_undo = without(optimizer.undo_step)
+    optimizer.close()
+    return [at_attach, at_undo]
+
+
 def two_jobs(rank, world_size, service, job):
     """Two optimizers in turns, as of a generator and its judge, each with a job of its own."""
     models = [model_of(), model_of(4)]

@@ -60,10 +60,12 @@ class TorchRanksTest(RanksTest):
                     self.assertNotEqual(again[0], "none")  # Nor does anybody hang in the next step.
 
     def test_waits_end(self):
-        alone, interrupted = self.ranks(2, ("comes_alone", {}), ("is_interrupted", {}))
+        alone, interrupted, unread = self.ranks(2, ("comes_alone", {}), ("is_interrupted", {}), ("cannot_read", {}))
         self.assertEqual(alone[0][0], "DeadlineError")
         self.assertIn("only 1 of 2 ranks came to bind the optimizer within 1 s", alone[0][1])
         self.assertEqual(interrupted, ["KeyboardInterrupt", "did no step"])
+        for at_attach, at_undo in unread:
+            self.assert_one_line_on_every_rank([at_attach, at_undo], "the service does not give them")
 
     def test_a_service_that_goes_away(self):
         with ballast.Service(memory_limit="1GiB") as service:

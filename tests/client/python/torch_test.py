@@ -352,6 +352,16 @@ class TorchTest(unittest.TestCase):
             self.optimizer(Model(), job="unknown").attach()
         self.assertNotIn("unknown", [job["name"] for job in ballast.connect(self.service.address).jobs()])
 
+    def test_an_optimizer_that_is_bound_loads_no_checkpoint(self):
+        model = Model()
+        optimizer = self.optimizer(model, job="bound")
+        self.train(model, optimizer, 1)
+        with self.assertRaisesRegex(RuntimeError, "bound to job bound already: `ballast load bound nothing/step-7`"):
+            optimizer.attach(resume="nothing/step-7")
+        for resume in (True, "bound"):  # Of which a job that has weights goes on.
+            self.assertEqual(optimizer.attach(resume=resume), 1)
+        self.train(model, optimizer, 1, begin=1)
+
     def test_adam_is_refused_a_job_of_adamw(self):
         model = Model()
         running = self.optimizer(model, job="decoupled")
@@ -382,6 +392,56 @@ class TorchTest(unittest.TestCase):
                                side_effect=ballast.AbortedError("a new process has taken rank 0 of job x")):
             with self.assertRaisesRegex(ballast.AbortedError, "of job x; .*give each training a job= of its own"):
                 self.train(second, taker, 1, begin=4)
+
+    def test_a_session_that_ends_before_the_step_has_begun_is_opened_again(self):
+        model, call = Model(), ballast._native.call
+        optimizer = self.optimizer(model)
+        self.train(model, optimizer, 2)
+
+        def gone(name, *arguments):
+            if name == "ballast_begin_step":
+                raise ballast.UnavailableError("the service has gone")
+            return call(name, *arguments)
+
+        with mock.patch.object(ballast._native, "call", gone), self.assertRaises(ballast.UnavailableError):
+            self.train(model, optimizer, 1)
+        session = optimizer._binding.session
+        self.assertEqual(optimizer.attach(), 2)
+        self.assertIsNot(optimizer._binding.session, session)
+        self.train(model, optimizer, 1, begin=2)
+
+        # An interrupted call leaves no other in its session.
+        reads = threading.Event()
+
+        def slow(name, *arguments):
+            if name == "ballast_read_state":
+                reads.wait()
+            return call(name, *arguments)
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        with mock.patch.object(ballast._native, "call", slow), \
+                mock.patch.object(optimizer._binding.session, "_while_waiting", interrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                optimizer._binding.read_state(model.inner.weight, "exp_avg")
+        reads.set()
+        self.assertEqual(optimizer.attach(), 3)
+        self.train(model, optimizer, 1, begin=3)
+
+    def test_an_exit_leaves_a_session_whose_thread_is_in_a_call(self):
+        model = Model()
+        with mock.patch("ballast.torch.binding.atexit.register") as register:
+            optimizer = self.optimizer(model)
+            self.train(model, optimizer, 1)
+        (close,) = [call.args[0] for call in register.call_args_list if "binding" in call.args[0].__module__]
+        session = optimizer._binding.session
+        session._calling = True  # As in a daemon thread.
+        close()
+        self.assertTrue(session._handle)
+        session._calling = False
+        close()
+        self.assertFalse(session._handle)
 
     def test_a_session_that_is_ended_while_it_begins_is_opened_again(self):
         model, read = Model(), ballast.Session.read_weights
@@ -421,6 +481,38 @@ class TorchTest(unittest.TestCase):
             theirs = torch.optim.AdamW(names(other))
             self.train(other, theirs, 1)
             optimizer.load_state_dict(theirs.state_dict())
+
+    def test_a_state_gives_no_parameter_the_weights_of_another(self):
+        def optimizer_of(groups, job, **values):
+            made = {name: torch.nn.Parameter(torch.full((3,), value)) for name, value in values.items()}
+            return made, self.optimizer(None, job=job, params=[{"params": [(name, made[name]) for name in group]}
+                                                               for group in groups])
+
+        for number, (saved, other) in enumerate([(["ab"], ["ba"]), (["a", "b"], ["b", "a"])]):
+            with self.subTest(saved=saved):
+                job = f"of-another-{number}"
+                _, optimizer = optimizer_of(saved, job, a=1.0, b=2.0)
+                optimizer.attach(create=True)
+                state = optimizer.state_dict()
+                optimizer.close()
+                made, optimizer = optimizer_of(other, job, a=3.0, b=4.0)
+                with self.assertRaisesRegex(ballast.BallastError, r"\b[ab]\b") as raised:
+                    optimizer.load_state_dict(state)
+                self.assertNotIn("\n", str(raised.exception))
+                self.assertEqual([made[name].tolist() for name in "ab"], [[3.0] * 3, [4.0] * 3])
+                # Where the names are others, they are found by their order, as in torch.
+                made, optimizer = optimizer_of([group.replace("a", "x").replace("b", "y") for group in saved], job,
+                                               x=3.0, y=4.0)
+                optimizer.load_state_dict(state)
+                self.assertEqual([made[name].tolist() for name in "xy"], [[1.0] * 3, [2.0] * 3])
+                optimizer.close()
+        # A state that is of no job yet says nothing of names.
+        _, optimizer = optimizer_of(["ab"], "not-made", a=1.0, b=2.0)
+        state = optimizer.state_dict()
+        made, optimizer = optimizer_of(["xy"], "of-its-own-names", x=3.0, y=4.0)
+        optimizer.load_state_dict(state)
+        optimizer.attach(create=True)
+        self.assertEqual(ballast.connect(self.service.address).state("of-its-own-names", "y").tolist(), [4.0] * 3)
 
     def test_a_copy_is_of_its_settings_and_never_of_its_session(self):
         ours, theirs = Model(), Model()

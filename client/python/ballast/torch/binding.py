@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..client import Client
-from ..errors import AbortedError, BallastError, FailedPreconditionError, PermissionDeniedError, error_of
+from ..errors import (
+    AbortedError,
+    BallastError,
+    FailedPreconditionError,
+    NotFoundError,
+    PermissionDeniedError,
+    error_of,
+)
 from ..restore import (
     awaits_weights,
     begin_from,
@@ -54,7 +61,7 @@ _THAWED = ("parameter {name} was {then} when the job was made, and is not now; c
 _LEAVE_SECONDS = 10.0
 
 
-class NothingToResume(Exception):
+class NothingToResume(NotFoundError):
     """The service has neither the job that a state is of nor a checkpoint of that step."""
 
 
@@ -153,11 +160,12 @@ class Binding:
             self.stream.close()
         if self._returning is not None:
             self._returning.close()
+        failed = self.failed
         if self.session is not None:
             self.session.close()
         peers, self.peers = self.peers, None
         if peers is not None:
-            peers.leave(0.0 if self.owned_service is None or self._broken is not None else _LEAVE_SECONDS)
+            peers.leave(0.0 if self.owned_service is None or failed else _LEAVE_SECONDS)
         service, self.owned_service = self.owned_service, None
         if service is not None:
             service.stop()
@@ -211,7 +219,8 @@ class Binding:
                           or_nothing=self._moments is not None) if self.rank == 0 else None
             uid = uid if self.peers is None else self.peers.from_first("uid", uid)
             if not uid:
-                raise NothingToResume
+                raise NothingToResume(f"the service has neither the job of which the loaded state is, {job.name}, nor a "
+                                      "checkpoint of it: call load_state_dict() again, and a new job begins with it")
         elif checkpoint is not None:
             if self.rank == 0:
                 begin_from(self._client, job, places, checkpoint, timeout, self._credentials)
@@ -247,6 +256,7 @@ class Binding:
         if resume is None and self._moments is not None:
             first = gather(job, self.parameters, [self._moments[id(parameter)] for parameter in self.parameters])
         self._join(job.name, resume, new, attach, first)
+        self._meet("weights read")
         self._take_weights()
 
     def _check_alike(self, unbegun: bool) -> None:
@@ -296,6 +306,11 @@ class Binding:
             raise FailedPreconditionError(f"job {job} is at step {self.step_count}, the state that was loaded at step "
                                           f"{resume[1]}; another trainer has it")
 
+    def _meet(self, where: str) -> None:
+        """Before a collective of _take_weights: in that no rank would hear that another one has failed."""
+        if self.peers is not None and self.places.together:
+            self.peers.meet(where)
+
     def _check_owned(self) -> None:
         """The library writes weights by its own arithmetic of shards; torch's must be the same."""
         if self.mesh is None:
@@ -331,7 +346,7 @@ class Binding:
     @property
     def failed(self) -> bool:
         """Its session has ended, and it makes no further step."""
-        return self._broken is not None
+        return self._broken is not None or (self.session is not None and self.session.ended)
 
     def save(self) -> None:
         """With a state of the trainer's: has the service save the step that it is of, in the background, so that
@@ -358,7 +373,7 @@ class Binding:
         """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
         index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
         whole = torch.empty(tuple(parameter.shape), dtype=torch.float32)
-        _, updates = self.session.read_state(index, plane, whole.data_ptr())
+        _, updates = self.session.read_state(index, plane, whole.data_ptr(), memory=whole)
         whole = whole.to(parameter.device)
         if isinstance(parameter, DTensor):  # Each rank keeps its own part of what it has read.
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -484,6 +499,7 @@ class Binding:
         if self.stream is not None:
             self.stream.move_to(self.session)
         self.session.read_weights()
+        self._meet(f"weights read after undo {self._undos}")
         self.step_count = self.session.committed_step
         if self._saved_step > self.step_count:  # It will be another one.
             self._saved_step = -1
@@ -536,7 +552,7 @@ class Binding:
 
     def discard(self) -> None:
         """Takes back what has left since the last step."""
-        if self.stream is not None and self._broken is None:
+        if self.stream is not None:
             self.stream.discard()
 
     def _gradients(self) -> dict[int, torch.Tensor]:
@@ -586,8 +602,9 @@ class Binding:
             self.end_step()
         self._check_untouched(all_of_it=in_step)
         self._begun_with = self._hyper_parameters()
-        self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
-                                **self._expected)
+        with contextlib.nullcontext() if in_step else self._notifying():  # step() notifies itself.
+            self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
+                                    **self._expected)
 
     def _check_begun(self) -> None:
         """What has left is still the step's."""
@@ -610,7 +627,7 @@ class Binding:
         hooked = [None if not parameter.requires_grad or isinstance(self.places, Flats) or
                   (self.mesh is not None and not isinstance(parameter, DTensor)) else parameter
                   for parameter in self.parameters]
-        stream = GradientStream(self.session, hooked, self._part, self._begin, self._seal, on_gpu)
+        stream = GradientStream(self.session, hooked, self._part, self._begin, self._seal, lambda: self.failed, on_gpu)
         if isinstance(self.places, Flats):
             hook_ddp(self._module)
         patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)
@@ -695,7 +712,8 @@ def _close_at_exit(binding: Binding) -> None:
 
     def close():
         bound = here()
-        if bound is not None:
+        # Else a daemon thread is in the middle of it.
+        if bound is not None and not (bound.session is not None and bound.session._calling):
             bound.close()
 
     atexit.register(close)

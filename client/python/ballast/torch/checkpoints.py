@@ -96,7 +96,8 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
         -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
     """The weights of a checkpoint, FOLDER/step-STEP.GENERATION or the newest in FOLDER, in fp32 by parameter: for
     model.load_state_dict(..., strict=False) or safetensors.torch.save_file; and, for an `optimizer` of
-    torch.optim (or of ballast.torch) over named parameters, what its load_state_dict takes. Checksums are checked."""
+    torch.optim (or of ballast.torch) over named parameters, what its load_state_dict takes: an Adam of Adam's, an AdamW
+    of AdamW's. Checksums are checked."""
     folder = _newest_of(pathlib.Path(checkpoint))
     index = _read_index(folder)
     planes: dict[str, dict[str, torch.Tensor]] = {}
@@ -119,6 +120,11 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
             if name not in saved:
                 continue
             values = groups[saved[name]["group"]]
+            decoupled = values["decoupled_weight_decay"]
+            if group.get("decoupled_weight_decay", decoupled) != decoupled:
+                kind = "AdamW" if decoupled else "Adam"
+                raise InvalidArgumentError(f"{name} was trained by {kind}: give an optimizer of that kind, since the "
+                                           "weight decay of Adam and AdamW differs")
             group.update({key: values[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")})
             group["betas"] = (values["beta1"], values["beta2"])
             if saved[name]["update_count"] > 0:

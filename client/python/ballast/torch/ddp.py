@@ -63,6 +63,7 @@ def _averaging(group: dist.ProcessGroup):
     # Of the backward that is under way, which may be several for autograd, one inside the other: reentrant checkpoints.
     given: list[torch.Tensor] = []
     streams: weakref.WeakSet[GradientStream] = weakref.WeakSet()
+    failed: list[BaseException] = []
     backward = id(given)
 
     def end() -> None:
@@ -70,6 +71,8 @@ def _averaging(group: dist.ProcessGroup):
         for parameter in given:
             parameter.grad = None
         given.clear()
+        if failed:
+            raise failed.pop(0)
         for stream in streams:
             stream.end_micro_step()
             stream.leave_backward(backward)
@@ -78,6 +81,7 @@ def _averaging(group: dist.ProcessGroup):
         if bucket.index() == 0:  # Buckets come in order.
             given.clear()
             streams.clear()
+            failed.clear()
         taken = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
             stream, index = patches.taker_of(parameter) or (None, -1)
@@ -95,7 +99,11 @@ def _averaging(group: dist.ProcessGroup):
         def give(future: torch.futures.Future) -> torch.Tensor:
             while taken:  # DDP may keep this longer than an optimizer lives.
                 stream, index, gradient = taken.pop()
-                stream.give(index, gradient)
+                try:
+                    stream.give(index, gradient)
+                except BaseException as error:  # Torch would make a RuntimeError of it.
+                    failed.append(error)
+                    taken.clear()
             return future.value()[0]
 
         return reduced.then(give)

@@ -155,27 +155,40 @@ class Remote(torch.optim.Optimizer):
         create: if the job has no weights yet, it gets those of the parameters, and the step is 0; else that is a
         NotFoundError or FailedPreconditionError. resume: the same, but first the service looks for a checkpoint of the
         job's name (or of the one that is given: "gpt", "gpt/step-1000") and loads it. So it may stand there from the
-        first start on. "gpt/step-1000" must be there, and a job with weights have begun with it."""
+        first start on. "gpt/step-1000" must be there, a job with weights have begun with it, and the optimizer not be
+        bound yet."""
         checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
         return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
 
     def close(self) -> None:
-        """Ends the session, and the service that was started for it. The weights stay in the parameters."""
+        """Ends the session, and the service that was started for it. The weights stay in the parameters. Where weights
+        are coming that ranks gather from each other, it is a FailedPreconditionError, and nothing is closed, until all
+        ranks have called `wait_for_weights`."""
         if self._binding is not None:
+            refused = False
             try:
                 if not self._binding.failed:
                     self._binding.wait_for_weights(together=False)
+            except FailedPreconditionError:
+                refused = not self._binding.failed  # Then the weights can still come.
+                raise
             finally:
-                self._binding.close()
-                self._binding = None
+                if not refused:
+                    self._binding.close()
+                    self._binding = None
         if self._kept_service is not None:
             self._kept_service.stop()
             self._kept_service = None
 
     def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None) -> Binding:
-        if attach and self._binding is not None and (self._binding.failed or not self._binding.has(self.param_groups)):
-            # With the service that was started for this run the job would end.
-            self._binding, self._kept_service = None, self._binding.hand_over()
+        if attach and self._binding is not None:
+            if self._binding.failed or not self._binding.has(self.param_groups):
+                # With the service that was started for this run the job would end.
+                self._binding, self._kept_service = None, self._binding.hand_over()
+            elif checkpoint is not None and "/step-" in checkpoint:
+                job = self._settings["job"]
+                raise FailedPreconditionError(f"this optimizer is bound to job {job} already: `ballast load {job} "
+                                              f"{checkpoint}` takes it there, or close() the optimizer first")
         if self._binding is None:
             group = self.param_groups[0]
             resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
@@ -292,7 +305,8 @@ class Remote(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A state of ours: then attaches to the job that it is of, whose weights come into the parameters. Where the
         job is past the state's step, or the service was started again, it loads its checkpoint of that step. An error
-        if it has none, or another job of that name.
+        if it has none, or another job of that name, or the same parameters in another order or in other groups. Of a
+        group whose names are others the parameters are found by their order, as in torch.
 
         A state of torch.optim with moments; or one of ours with full_state, if the service has nothing of that job:
         the moments are kept until the first step(), or attach(), with which a new job begins with them and with the
@@ -312,7 +326,11 @@ class Remote(torch.optim.Optimizer):
                                 "full_state=True a state has the moments, and a new job begins with them")
         names = [group["param_names"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
+        own = {name for of_group in names for name in of_group}
+        for group, of_group in zip(self.param_groups, names):
+            # torch has put the state's names there, as if its parameters were in this order.
+            if not uid or own.issuperset(group["param_names"]):
+                group["param_names"] = of_group
             group.setdefault("job_uid", "")
             group.setdefault("job_step", 0)
         for parameter, values in self.state.items():

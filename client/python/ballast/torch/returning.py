@@ -229,6 +229,8 @@ def _wrap() -> None:
     for owner, name, read in (
             (torch.nn.Parameter, "__deepcopy__", lambda parameter, *_: [parameter]),
             (torch.nn.Parameter, "__reduce_ex__", lambda parameter, *_: [parameter]),
+            (DTensor, "__deepcopy__", lambda parameter, *_: [parameter]),  # Of which a Parameter has the type.
+            (DTensor, "__reduce_ex__", lambda parameter, *_: [parameter]),
             (torch.nn.Module, "_apply", lambda module, *_, **__: module.parameters()),
             (AveragedModel, "update_parameters", lambda _, model: model.parameters()),
             (FSDPModule, "unshard", lambda module, *_, **__: module.parameters())):

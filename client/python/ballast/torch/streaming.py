@@ -42,16 +42,17 @@ class GradientStream:
     """Of one session. `hooked`: by their index in the job, the parameters whose gradients are taken where autograd
     leaves them; None for the others. `part`: of a gradient, by its index, what this process has; it raises where
     that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `seal`: gives what
-    has not left, and waits for all ranks. `on_gpu`: whether gradients are there."""
+    has not left, and waits for all ranks. `failed`: whether no step can be made any more. `on_gpu`: whether gradients
+    are there."""
 
     def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None],
                  part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None],
-                 seal: Callable[[], Sealed], on_gpu: bool):
+                 seal: Callable[[], Sealed], failed: Callable[[], bool], on_gpu: bool):
         self.begun = False
         self.sealed: Sealed | None = None
         self.closed = False
         self.micro_steps = 0  # That are closed.
-        self._part, self._begin, self._seal = part, begin, seal
+        self._part, self._begin, self._seal, self._failed = part, begin, seal, failed
         self._forks = _forks
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
@@ -117,6 +118,11 @@ class GradientStream:
 
     def _give(self, index: int, gradient: torch.Tensor) -> None:
         gradient = self._part(index, gradient)
+        copied = self._copies is not None and is_on_gpu(gradient)
+        if not copied and gradient.device.type != "cpu":
+            raise RuntimeError(f"the gradient of parameter {self._session.job.parameters[index].name} is on "
+                               f"{gradient.device}, from where none leaves during backward: move the model before the "
+                               "first step(), or create the optimizer with overlap=False")
         if index in self._given:
             self.end_micro_step()
         if not self.begun:
@@ -124,7 +130,7 @@ class GradientStream:
             self.begun = True
         self._given.add(index)
         final = self.micro_steps == self._last_micro_step
-        if self._copies is not None and is_on_gpu(gradient):
+        if copied:
             self._copies.start(index, self.micro_steps, gradient, final)
             return
         if self._cuda and gradient.is_pinned():
@@ -157,7 +163,7 @@ class GradientStream:
 
     def discard(self) -> None:
         """Takes back what was given since the last step."""
-        if self._forks != _forks:  # A fork, which has given nothing.
+        if self._forks != _forks or self._failed():  # A fork, which has given nothing; or nothing is there any more.
             return
         if self._copies is not None:
             self._copies.wait()
