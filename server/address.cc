@@ -7,6 +7,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -31,12 +32,12 @@ absl::StatusOr<Address> ParseUnixAddress(const std::string& text) {
   return Address{.text = text, .host = "", .port = 0, .unix_path = path};
 }
 
-std::string FolderOfSocket(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  return slash == std::string::npos ? "." : path.substr(0, slash + 1);
-}
-
 }  // namespace
+
+std::string Address::folder() const {
+  const size_t slash = unix_path.rfind('/');
+  return slash == std::string::npos ? "." : unix_path.substr(0, std::max<size_t>(slash, 1));
+}
 
 absl::StatusOr<Address> ParseAddress(const std::string& text) {
   if (absl::StartsWith(text, kUnixScheme)) return ParseUnixAddress(text);
@@ -99,7 +100,7 @@ absl::Status CheckUnixSocketIsFree(const Address& address) {
     case EACCES:
       // In a folder that this user may not even enter nothing can be replaced: Listener::Add says
       // what is wrong.
-      if (faccessat(AT_FDCWD, FolderOfSocket(address.unix_path).c_str(), X_OK, AT_EACCESS) != 0) {
+      if (faccessat(AT_FDCWD, address.folder().c_str(), X_OK, AT_EACCESS) != 0) {
         return absl::OkStatus();
       }
       [[fallthrough]];

@@ -14,6 +14,8 @@ struct Address {
   std::string host;       // Empty for a unix socket.
   int port = 0;           // 0: the system chooses.
   std::string unix_path;  // Empty for TCP.
+
+  std::string folder() const;  // That the unix socket is in.
 };
 
 // "HOST:PORT", "[IPV6]:PORT" or "unix:/path". INVALID_ARGUMENT otherwise.

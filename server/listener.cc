@@ -17,7 +17,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -58,7 +57,7 @@ absl::Status CannotListen(const Address& address, int error) {
   const auto because = [&address](absl::string_view why) {
     return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text, ": ", why));
   };
-  const std::string folder = std::filesystem::path(address.unix_path).parent_path().string();
+  const std::string folder = address.folder();
   switch (error) {
     case EADDRINUSE:
       return because("it is taken; stop the other process or choose another");

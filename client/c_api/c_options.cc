@@ -147,14 +147,6 @@ absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given,
   return parameter;
 }
 
-// Each group's flat space in buckets, each bucket cut among the ranks.
-void AddPartitions(int64_t bucket_elements, LayoutSpec& layout) {
-  const int64_t most = bucket_elements > 0 ? bucket_elements : kMaxFlatElements;
-  layout.partitions = PartitionsOf(
-      MakeBuckets(FlatElements(layout.parameters, layout.group_count), layout.world_size, most),
-      layout.world_size);
-}
-
 absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(given.name, "ballast_job.name"));
   if (given.group_count > 0) {
@@ -170,7 +162,7 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
                                                    given.parameter_count, " parameters; at most ",
                                                    kMaxGroups, " and ", kMaxParameters));
   }
-  // AddPartitions cuts by it before Session::Open can check it.
+  // CutInBuckets cuts by it before Session::Open can check it.
   if (given.world_size < 1 || given.world_size > kMaxWorldSize) {
     return absl::InvalidArgumentError(
         absl::StrCat("world_size is ", given.world_size, "; expected 1 to ", kMaxWorldSize));
@@ -192,7 +184,8 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   BALLAST_RETURN_IF_ERROR(CheckParameters(job.layout));
   if (given.chunk_elements > 0) job.layout.chunk_elements = given.chunk_elements;
   if (job.layout.mesh.empty()) {
-    AddPartitions(given.bucket_elements, job.layout);
+    BALLAST_RETURN_IF_ERROR(CutInBuckets(
+        given.bucket_elements > 0 ? given.bucket_elements : kMaxFlatElements, job.layout));
   } else if (given.bucket_elements != 0) {
     return absl::InvalidArgumentError(
         "the job has bucket_elements and a mesh; parameters are sharded one way or the other");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/rounding.h"
 
 namespace ballast {
@@ -39,6 +40,23 @@ std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int w
     }
   }
   return ranges;
+}
+
+absl::Status CutInBuckets(int64_t bucket_elements, LayoutSpec& layout) {
+  const std::vector<Bucket> buckets = MakeBuckets(
+      FlatElements(layout.parameters, layout.group_count), layout.world_size, bucket_elements);
+  // Counted before they are made: of buckets there are few, but each may be cut for every rank.
+  int64_t ranges = 0;
+  for (const Bucket& bucket : buckets) {
+    ranges += DivideUp(bucket.end - bucket.begin, bucket.shard_elements);
+  }
+  if (ranges > kMaxChunks) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cut for ", layout.world_size, " ranks it has ", ranges, " partitions, of ",
+                     kMaxChunks, " at most; take fewer ranks, larger buckets, or a mesh"));
+  }
+  layout.partitions = PartitionsOf(buckets, layout.world_size);
+  return absl::OkStatus();
 }
 
 }  // namespace ballast

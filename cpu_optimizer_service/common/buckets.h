@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
 
@@ -26,6 +27,10 @@ std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int wor
                                 int64_t bucket_elements);
 // The partitions that reduce-scattering those buckets makes; empty shards left out.
 std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int world_size);
+
+// Gives `layout`, of which CheckParameters says OK, the partitions of such buckets of its spaces, for
+// its world_size. INVALID_ARGUMENT: more than a job may have chunks.
+absl::Status CutInBuckets(int64_t bucket_elements, LayoutSpec& layout);
 
 }  // namespace ballast
 

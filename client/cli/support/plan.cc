@@ -20,7 +20,6 @@
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
-#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -133,26 +132,6 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
   return spec.ok() ? spec : Annotate(spec.status(), path);
 }
 
-// Cuts the flat spaces for as many ranks as `layout` says.
-absl::Status AddPartitions(LayoutSpec& layout) {
-  // Checked first, because what follows takes groups and sizes as they are.
-  BALLAST_RETURN_IF_ERROR(CheckParameters(layout));
-  const std::vector<Bucket> buckets = MakeBuckets(
-      FlatElements(layout.parameters, layout.group_count), layout.world_size, kBucketElements);
-  // Counted before they are made: of buckets there are few, but each may be cut for every rank.
-  int64_t ranges = 0;
-  for (const Bucket& bucket : buckets) {
-    ranges += DivideUp(bucket.end - bucket.begin, bucket.shard_elements);
-  }
-  if (ranges > kMaxChunks) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("cut for ", layout.world_size, " ranks it has ", ranges, " partitions, of ",
-                     kMaxChunks, " at most; plan for fewer ranks, or give a file with partitions"));
-  }
-  layout.partitions = PartitionsOf(buckets, layout.world_size);
-  return absl::OkStatus();
-}
-
 std::string Fits(bool fits) { return fits ? "yes" : "no"; }
 
 const char* NameOf(UpdateMode mode) { return mode == UpdateMode::kWait ? "wait" : "speculate"; }
@@ -181,7 +160,9 @@ absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
   // Partitions or a mesh say for how many ranks they are. Without them any number can be planned.
   if (layout.partitions.empty() && layout.mesh.empty()) {
     if (sized.has_value() || world_size > 0) layout.world_size = std::max(1, world_size);
-    BALLAST_RETURN_IF_ERROR(Annotate(AddPartitions(layout), text));
+    // Checked first, because groups and sizes are then taken as they are.
+    BALLAST_RETURN_IF_ERROR(Annotate(CheckParameters(layout), text));
+    BALLAST_RETURN_IF_ERROR(Annotate(CutInBuckets(kBucketElements, layout), text));
   } else if (world_size > 0 && world_size != layout.world_size) {
     return absl::InvalidArgumentError(absl::StrCat(text, " is cut for ", layout.world_size,
                                                    " ranks, not ", world_size,

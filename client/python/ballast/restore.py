@@ -47,13 +47,18 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
     return made
 
 
+def is_one(name: str) -> bool:
+    """Whether the name is of one checkpoint, and not of a job, of whose checkpoints the newest is meant."""
+    return "/step-" in name
+
+
 def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeout: float,
                credentials: dict[str, str | None]) -> None:
     """Called by one rank before any has a session: a job that has no weights yet begins with the newest good
     checkpoint of that name; with none, as if nothing had been asked. A job that has weights goes on with them. One
     checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun
     with it."""
-    one = "/step-" in name
+    one = is_one(name)
     now = next((other for other in client.jobs() if other["name"] == job.name), None)
     begun = now is not None and now["phase"] != "awaiting_weights"
     if begun and not one:

@@ -452,21 +452,29 @@ TEST_F(CGradients, AnEndSeesWhatAnotherThreadGivesOrDiscardsMeanwhile) {
   rank.Decide(1);
 }
 
+constexpr int64_t kMoreThanTheWindow = 24'000'000;
+
+// A step of the rank, with places for the gradient of its first parameter.
+void BeginPlaces(Rank& rank, ballast_gradient_ticket& ticket) {
+  rank.Begin();
+  ticket = {.session = rank.session(), .parameter = 0};
+  size_t count = 0;
+  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, nullptr, 0, &count, &ticket.attempt),
+            BALLAST_OK)
+      << ballast_message();
+}
+
 // While one thread waits for a service that takes nothing, and another for the first one's lock: a
 // callback of CUDA must not wait for them.
 TEST(CGradientsWritten, AreToldWithoutAWait) {
   Ballastd ballastd(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--holder=none"});
   const std::string service = ballastd.Address();
   ASSERT_NE(service, "") << ballastd.Errors();
-  const int64_t more_than_the_window = 24'000'000;
   Rank rank("written", service, /*shares=*/false, 0, 1, /*wait_seconds=*/3600,
-            {1000, more_than_the_window});
-  rank.Begin();
-  ballast_gradient_ticket ticket = {.session = rank.session(), .parameter = 0};
-  size_t count = 0;
-  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, nullptr, 0, &count, &ticket.attempt),
-            BALLAST_OK)
-      << ballast_message();
+            {1000, kMoreThanTheWindow});
+  ballast_gradient_ticket ticket = {};
+  BeginPlaces(rank, ticket);
+  ASSERT_FALSE(HasFatalFailure());
   const void* const large = rank.Gradient(0, 0, 1);
   ballastd.Signal(SIGSTOP);
   WaitingCall give([&] { return ballast_give_gradient(rank.session(), 0, 1, large, 0); });
@@ -484,15 +492,10 @@ TEST(CGradientsWritten, AreNotWaitedForByAClose) {
   Ballastd ballastd(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--holder=none"});
   const std::string service = ballastd.Address();
   ASSERT_NE(service, "") << ballastd.Errors();
-  const int64_t more_than_the_window = 24'000'000;
-  Rank rank("close", service, /*shares=*/false, 0, 1, /*wait_seconds=*/3600,
-            {more_than_the_window});
-  rank.Begin();
-  ballast_gradient_ticket ticket = {.session = rank.session(), .parameter = 0};
-  size_t count = 0;
-  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, nullptr, 0, &count, &ticket.attempt),
-            BALLAST_OK)
-      << ballast_message();
+  Rank rank("close", service, /*shares=*/false, 0, 1, /*wait_seconds=*/3600, {kMoreThanTheWindow});
+  ballast_gradient_ticket ticket = {};
+  BeginPlaces(rank, ticket);
+  ASSERT_FALSE(HasFatalFailure());
   ballastd.Signal(SIGSTOP);
   ballast_gradient_written(&ticket);
   // Nothing shows that it waits. Were this too short, the test would find less, and not fail.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import FailedPreconditionError, NotFoundError
+from ..restore import is_one
 from ..service import Service
 from ..session import HyperParameters
 from .binding import Binding, NothingToResume
@@ -185,7 +186,7 @@ class Remote(torch.optim.Optimizer):
             if self._binding.failed or not self._binding.has(self.param_groups):
                 # With the service that was started for this run the job would end.
                 self._binding, self._kept_service = None, self._binding.hand_over()
-            elif checkpoint is not None and "/step-" in checkpoint:
+            elif checkpoint is not None and is_one(checkpoint):
                 job = self._settings["job"]
                 raise FailedPreconditionError(f"this optimizer is bound to job {job} already: `ballast load {job} "
                                               f"{checkpoint}` takes it there, or close() the optimizer first")
