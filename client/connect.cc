@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
@@ -15,7 +16,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "absl/time/clock.h"
 #include "ballast/v1/ballast.grpc.pb.h"
+#include "client/transport/connection.h"
 #include "client/transport/handshake.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
@@ -28,11 +31,12 @@ namespace {
 
 constexpr int kKeepaliveIntervalMs = 20'000;
 constexpr int kKeepaliveTimeoutMs = 20'000;
-constexpr int kFirstReconnectMs = 100;
-constexpr int kLastReconnectMs = 1'000;
+constexpr int kReconnectMs = 1'000;
 // Connecting is waited for in pieces of this length, so that time in which this process did not
 // run, on a machine that was paused, counts as one of them, and does not use up the limit.
 constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
+// Between an attempt that failed and the next.
+constexpr absl::Duration kPause = absl::Milliseconds(200);
 // For the reason why there is no connection, which the next attempt tells when it fails. Without
 // the processor a handshake takes long.
 constexpr absl::Duration kReasonWait = absl::Seconds(5);
@@ -91,10 +95,10 @@ grpc::ChannelArguments ServiceChannelArguments() {
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveIntervalMs);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
-  // A broken connection is tried again soon. gRPC's own waits grow to two minutes, and calls fail
-  // at once meanwhile: that is longer than a session tries to reopen its stream.
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kFirstReconnectMs);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLastReconnectMs);
+  // A channel that failed stays so for a second, in which a call on it says why. Connection tries
+  // again with others (client/transport/connection.h).
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kReconnectMs);
   // Each channel has its own connection, also when a process has several ranks.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return arguments;
@@ -104,7 +108,9 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(const std::string& tar
                                                           const Credentials& credentials) {
   KeepHeapWarm();
   BALLAST_ASSIGN_OR_RETURN(const auto checked, MakeChannelCredentials(target, credentials));
-  return grpc::CreateCustomChannel(target, checked, ServiceChannelArguments());
+  return MakeReplaceable([target, checked] {
+    return grpc::CreateCustomChannel(target, checked, ServiceChannelArguments());
+  });
 }
 
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
@@ -112,23 +118,24 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
                                                        const Credentials& credentials) {
   BALLAST_RETURN_IF_ERROR(CheckAddress(target));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, NewChannel(target, credentials));
+  Connection connection(std::move(channel));
   absl::Duration left = timeout;
   std::string last_why;
   absl::Duration for_that;  // That reason.
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> last;
   do {
-    const absl::Duration wait = std::min(left, kConnectWait);
-    if (channel->WaitForConnected(proto::Deadline(wait))) return channel;
-    left -= wait;
-    if (credentials.tls_ca.empty() || channel->GetState(false) != GRPC_CHANNEL_TRANSIENT_FAILURE) {
-      continue;
-    }
     const auto begun = std::chrono::steady_clock::now();
-    const std::string why = WhyHandshakeFailed(WhyNotConnected(channel), target, credentials);
+    last = connection.Connected(std::min(left, kConnectWait));
+    if (last.ok() && (*last)->GetState(false) == GRPC_CHANNEL_READY) return last;
+    const bool may_say_why = last.ok() && !credentials.tls_ca.empty();
+    const std::string why =
+        may_say_why ? WhyHandshakeFailed(WhyNotConnected(*last), target, credentials) : "";
+    if (last.ok()) absl::SleepFor(std::min(left, kPause));
     // What a paused machine has missed is not this service's.
-    const absl::Duration took =
-        std::min(absl::FromChrono(std::chrono::steady_clock::now() - begun), absl::Seconds(10));
+    const absl::Duration took = std::min(absl::FromChrono(std::chrono::steady_clock::now() - begun),
+                                         may_say_why ? absl::Seconds(10) : kConnectWait);
     left -= took;
-    for_that = why == last_why ? for_that + wait + took : absl::ZeroDuration();
+    for_that = why == last_why ? for_that + took : absl::ZeroDuration();
     last_why = why;
     // Before anybody has changed a file the next handshake fails like this one; a service that is
     // being given other files has them after some seconds.
@@ -138,7 +145,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
     return absl::UnavailableError(
         absl::StrCat("no connection to the service at ", target, ": ", last_why));
   }
-  const std::string cause = proto::CauseOfUnreachable(WhyNotConnected(channel));
+  const std::string cause = last.ok() ? proto::CauseOfUnreachable(WhyNotConnected(*last))
+                                      : std::string(last.status().message());
   return absl::UnavailableError(absl::StrCat(
       "no service answered at ", target, " within ", absl::FormatDuration(timeout),
       cause.empty() ? "" : ": ", cause, "; start ballastd there or correct the address"));

@@ -9,7 +9,9 @@
 #include "client/session/join.h"
 #include "client/session/session_impl.h"
 #include "client/transport/clock.h"
+#include "client/transport/connection.h"
 #include "client/transport/grpc_transport.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"
@@ -29,13 +31,15 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Cha
 absl::Status Session::CloseJob(const std::shared_ptr<grpc::Channel>& channel,
                                const std::string& job, const std::string& uid) {
   constexpr absl::Duration kLimit = absl::Seconds(10);
+  Connection connection(channel);
+  BALLAST_ASSIGN_OR_RETURN(const auto connected, connection.Connected(kLimit));
   grpc::ClientContext context;
   context.set_deadline(proto::Deadline(kLimit));
   v1::CloseJobRequest request;
   request.set_name(proto::JobName(job));
   request.set_uid(uid);
   v1::CloseJobResponse response;
-  return proto::FromGrpc(v1::JobService::NewStub(channel)->CloseJob(&context, request, &response));
+  return proto::FromGrpc(v1::JobService::Stub(connected).CloseJob(&context, request, &response));
 }
 
 }  // namespace ballast::client

@@ -112,7 +112,8 @@ struct SessionOptions {
   // How long Push waits for room in the window, Seal for the decision, and ReceiveWeights for the
   // end of the step. The error of Seal names the ranks that have not sealed.
   absl::Duration seal_timeout = absl::Minutes(10);
-  // How long the session tries to reopen a stream that broke before it fails with UNAVAILABLE. A
+  // How long the session tries to reopen a stream that broke before it fails with UNAVAILABLE: about
+  // once a second, from the end of the stream on, which is the service's last sign of life. A
   // reopened stream goes on where the service's acknowledgements stop; the trainer does not notice.
   // Streams that break within a second, with nothing acknowledged, count as one outage.
   absl::Duration reconnect_timeout = absl::Seconds(60);

@@ -233,7 +233,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
         std::shared_ptr<grpc::Channel> channel,
         Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout),
                 ReadCredentials(given)));
-    session->channel = channel;
+    session->connection = std::make_unique<Connection>(channel);
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
     session->gradients = std::make_unique<GradientGiver>(*session->session, session->options.job,
                                                          session->options.rank, session->threads,

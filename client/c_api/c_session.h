@@ -18,11 +18,12 @@
 #include "client/c_api/gradient_giver.h"
 #include "client/c_api/weight_copies.h"
 #include "client/session.h"
+#include "client/transport/connection.h"
 
 struct ballast_session {
   const pid_t process = getpid();
   ballast::client::SessionOptions options;
-  std::shared_ptr<grpc::Channel> channel;
+  std::unique_ptr<ballast::client::Connection> connection;  // For what is asked beside the session.
   std::vector<void*> weights;               // By parameter. Empty: the caller reads weights_memory.
   std::vector<std::vector<int>> chunks_of;  // By parameter: where this rank has a part of it.
   std::vector<size_t> unused;  // Parameters, as the last norm or decision has named them.

@@ -67,7 +67,9 @@ class PlaneReader {
 
 absl::Status ReadPlane(const ballast_session& session, const std::string& parameter, int32_t plane,
                        PlaneReader& reader) {
-  const auto stub = v1::StateService::NewStub(session.channel);
+  BALLAST_ASSIGN_OR_RETURN(const auto channel,
+                           session.connection->Connected(session.options.reconnect_timeout));
+  const auto stub = v1::StateService::NewStub(channel);
   grpc::ClientContext context;
   context.set_deadline(proto::Deadline(session.options.reconnect_timeout));
   v1::ReadStateRequest request;
@@ -101,7 +103,9 @@ absl::Status CheckParameter(const ballast_session& session, size_t parameter) {
 }
 
 absl::StatusOr<v1::StateSummary> Summarize(const ballast_session& session, size_t parameter) {
-  const auto stub = v1::StateService::NewStub(session.channel);
+  BALLAST_ASSIGN_OR_RETURN(const auto channel,
+                           session.connection->Connected(session.options.reconnect_timeout));
+  const auto stub = v1::StateService::NewStub(channel);
   grpc::ClientContext context;
   context.set_deadline(proto::Deadline(session.options.reconnect_timeout));
   const JobSpec& job = session.options.job;

@@ -15,13 +15,30 @@ namespace ballast::client::cli {
 Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
                  Credentials credentials, absl::Duration timeout, absl::Duration wait, Clock& clock)
     : address_(std::move(address)),
-      channel_(channel),
+      connection_(channel),
+      channel_(std::move(channel)),
       credentials_(std::move(credentials)),
       timeout_(timeout),
       wait_(wait),
-      clock_(clock),
-      jobs_(channel),
-      state_(channel) {}
+      clock_(clock) {
+  jobs_.emplace(channel_);
+  state_.emplace(channel_);
+}
+
+absl::Status Service::Connect() {
+  untrusted_may_pass_ = false;
+  const auto connected = connection_.Connected(timeout_);
+  if (!connected.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("no service answers at ", address_, ": ", connected.status().message(),
+                     "; see its log, or give the address with --service"));
+  }
+  if (*connected == channel_) return absl::OkStatus();
+  channel_ = *connected;
+  jobs_.emplace(channel_);
+  state_.emplace(channel_);
+  return absl::OkStatus();
+}
 
 void Service::SetDeadline(grpc::ClientContext& context) const {
   context.set_deadline(proto::Deadline(timeout_));
@@ -73,7 +90,7 @@ absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parame
   v1::GetJobRequest request;
   request.set_name(proto::JobName(job));
   request.set_with_parameters(with_parameters);
-  absl::StatusOr<v1::Job> response = Read(jobs_, &v1::JobService::Stub::GetJob, request);
+  absl::StatusOr<v1::Job> response = Read(*jobs_, &v1::JobService::Stub::GetJob, request);
   if (!response.ok()) return SuggestJob(response.status(), job);
   return response;
 }
@@ -101,12 +118,12 @@ absl::StatusOr<Response> Service::ReadPages(Stub& stub,
 }
 
 absl::StatusOr<v1::ListJobsResponse> Service::ListJobs() {
-  return ReadPages(jobs_, &v1::JobService::Stub::ListJobs, v1::ListJobsRequest());
+  return ReadPages(*jobs_, &v1::JobService::Stub::ListJobs, v1::ListJobsRequest());
 }
 
 absl::StatusOr<v1::ListCheckpointsResponse> Service::ListCheckpoints(
     v1::ListCheckpointsRequest request) {
-  return ReadPages(state_, &v1::StateService::Stub::ListCheckpoints, std::move(request));
+  return ReadPages(*state_, &v1::StateService::Stub::ListCheckpoints, std::move(request));
 }
 
 absl::Status Service::SuggestJob(const absl::Status& status, const std::string& job) {
@@ -130,10 +147,11 @@ absl::Status Service::ReadState(
       clock_, wait_,
       [&] {
         begin();
+        BALLAST_RETURN_IF_ERROR(Connect());
         // gRPC allows a context for one call only.
         grpc::ClientContext context;
         SetDeadline(context);
-        return ReadAll<v1::ReadStateResponse>(context, *state_.ReadState(&context, request),
+        return ReadAll<v1::ReadStateResponse>(context, *state_->ReadState(&context, request),
                                               receive);
       },
       [&](const absl::Status& status) { return MayHeal(status); });
@@ -143,9 +161,10 @@ absl::Status Service::ReadTrace(
     const v1::TraceJobRequest& request,
     const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {
   // This is not tried again: a second call would trace other steps than those that were waited for.
+  BALLAST_RETURN_IF_ERROR(Connect());
   grpc::ClientContext context;
   SetDeadline(context);
-  return ReadAll(context, *jobs_.TraceJob(&context, request), receive);
+  return ReadAll(context, *jobs_->TraceJob(&context, request), receive);
 }
 
 template <typename Response>

@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,8 @@
 #include "client/credentials.h"
 #include "client/session/retry.h"
 #include "client/transport/clock.h"
+#include "client/transport/connection.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client::cli {
 
@@ -33,6 +36,7 @@ class Service {
                                 grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
                                                              Response*),
                                 const Request& request) {
+    BALLAST_RETURN_IF_ERROR(Connect());
     grpc::ClientContext context;
     SetDeadline(context);
     Response response;
@@ -73,8 +77,11 @@ class Service {
   // The error. If it is NOT_FOUND and there is no such job, it names jobs with similar names.
   absl::Status SuggestJob(const absl::Status& status, const std::string& job);
 
-  v1::JobService::Stub& jobs() { return jobs_; }
-  v1::StateService::Stub& state() { return state_; }
+  // They stay where they are, and use the connection of the last Connect.
+  v1::JobService::Stub& jobs() { return *jobs_; }
+  v1::StateService::Stub& state() { return *state_; }
+  // Before a call: UNAVAILABLE if what listens there says nothing.
+  absl::Status Connect();
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   const std::string& address() const { return address_; }
 
@@ -92,8 +99,9 @@ class Service {
                        const std::function<absl::Status(const Response&)>& receive);
 
   const std::string address_;
-  const std::shared_ptr<grpc::Channel> channel_;
-  const Credentials credentials_;  // Of the channel.
+  Connection connection_;
+  std::shared_ptr<grpc::Channel> channel_;  // The connection's, which the stubs use.
+  const Credentials credentials_;
   const absl::Duration timeout_;
   const absl::Duration wait_;
   Clock& clock_;
@@ -101,8 +109,8 @@ class Service {
   absl::Time untrusted_since_;
   bool untrusted_may_pass_ = false;
   bool answered_ = false;  // A call, so there is a service.
-  v1::JobService::Stub jobs_;
-  v1::StateService::Stub state_;
+  std::optional<v1::JobService::Stub> jobs_;
+  std::optional<v1::StateService::Stub> state_;
 };
 
 // The last part of a resource name: J of "jobs/J", G of "jobs/J/groups/G".

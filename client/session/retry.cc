@@ -5,8 +5,11 @@
 namespace ballast::client {
 
 absl::Duration Backoff::Next() {
+  const absl::Time now = clock_.Now();
+  const absl::Duration spaced = std::max(kShortest, next_ - (now - attempt_));
   // Cut at the deadline, so that a last attempt is made just then.
-  const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(next_, left()));
+  const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(spaced, deadline_ - now));
+  attempt_ = now + wait;
   // A service that restarts is found soon after, and an absent one is not flooded with calls.
   next_ = std::min(2 * next_, absl::Seconds(1));
   return wait;

@@ -9,6 +9,7 @@
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/transport/blocking_call.h"
 #include "client/transport/calls_under_way.h"
+#include "client/transport/connection.h"
 #include "client/transport/train_call.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/deadline.h"
@@ -20,22 +21,6 @@ namespace {
 
 // For calls that allocate or move the state of a whole job.
 constexpr absl::Duration kLongLimit = absl::Hours(1);
-
-template <typename Stub, typename Request, typename Response>
-absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
-                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
-                                                           Response*),
-                              const Request& request, absl::Duration limit) {
-  grpc::ClientContext context;
-  const CallsUnderWay::Entry entry(calls, context);
-  // The call does not wait for a connection: if the service cannot be reached it fails at once, and
-  // the session decides whether to repeat it.
-  context.set_deadline(proto::Deadline(limit));
-  Response response;
-  const grpc::Status status = (stub.*method)(&context, request, &response);
-  if (!status.ok()) return proto::FromGrpc(status);
-  return response;
-}
 
 // Sends the chunks one by one until all are sent or the service has ended the call.
 void SendWeights(BlockingCall& call, uint64_t step, absl::Span<const int> chunks,
@@ -57,38 +42,34 @@ void SendWeights(BlockingCall& call, uint64_t step, absl::Span<const int> chunks
 class GrpcTransport final : public Transport {
  public:
   GrpcTransport(std::shared_ptr<grpc::Channel> channel, absl::Duration short_limit)
-      : channel_(std::move(channel)),
-        short_limit_(short_limit),
-        jobs_(channel_),
-        state_(channel_) {}
+      : connection_(std::move(channel)), short_limit_(short_limit) {}
 
   absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
                                     absl::Duration limit) override {
-    return Call(calls_, jobs_, &v1::JobService::Stub::CreateJob, request,
-                std::min(limit, kLongLimit));
+    return Call(&v1::JobService::Stub::CreateJob, request, std::min(limit, kLongLimit));
   }
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override {
-    return Call(calls_, jobs_, &v1::JobService::Stub::GetJob, request, short_limit_);
+    return Call(&v1::JobService::Stub::GetJob, request, short_limit_);
   }
   absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
                                                         absl::Duration limit) override {
-    return Call(calls_, jobs_, &v1::JobService::Stub::AttachWorker, request,
-                std::min(limit, short_limit_));
+    return Call(&v1::JobService::Stub::AttachWorker, request, std::min(limit, short_limit_));
   }
   absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) override {
-    return Call(calls_, jobs_, &v1::JobService::Stub::UndoStep, request, kLongLimit);
+    return Call(&v1::JobService::Stub::UndoStep, request, kLongLimit);
   }
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
-    return Call(calls_, state_, &v1::StateService::Stub::SaveJob, request, kLongLimit);
+    return Call(&v1::StateService::Stub::SaveJob, request, kLongLimit);
   }
   absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override {
-    return Call(calls_, state_, &v1::StateService::Stub::LoadJob, request, kLongLimit);
+    return Call(&v1::StateService::Stub::LoadJob, request, kLongLimit);
   }
 
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
+    BALLAST_ASSIGN_OR_RETURN(const auto channel, connection_.Connected(short_limit_));
+    BlockingCall call(channel, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
     // If a write fails, the service has ended the call, and Finish returns its reason.
@@ -117,7 +98,9 @@ class GrpcTransport final : public Transport {
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", std::min(limit, kLongLimit),
+    BALLAST_ASSIGN_OR_RETURN(const auto channel,
+                             connection_.Connected(std::min(limit, short_limit_)));
+    BlockingCall call(channel, "/ballast.v1.TrainService/ReadWeights", std::min(limit, kLongLimit),
                       calls_);
     if (call.Write(proto::SerializeControl(request))) call.WritesDone();
     uint64_t step = 0;
@@ -135,20 +118,39 @@ class GrpcTransport final : public Transport {
   }
 
   std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
-    return OpenGrpcTrainCall(channel_, listener);
+    // Attaching, just before, has connected it.
+    return OpenGrpcTrainCall(connection_.channel(), listener);
   }
 
   // gRPC returns SHUTDOWN for every in-process channel, and crashes when a call begins on one whose
   // server is gone.
-  bool CanReconnect() override { return channel_->GetState(false) != GRPC_CHANNEL_SHUTDOWN; }
+  bool CanReconnect() override {
+    return connection_.channel()->GetState(false) != GRPC_CHANNEL_SHUTDOWN;
+  }
 
-  void CancelCalls() override { calls_.Cancel(); }
+  void CancelCalls() override {
+    connection_.Cancel();
+    calls_.Cancel();
+  }
 
  private:
-  const std::shared_ptr<grpc::Channel> channel_;
+  template <typename Stub, typename Request, typename Response>
+  absl::StatusOr<Response> Call(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                             Response*),
+                                const Request& request, absl::Duration limit) {
+    BALLAST_ASSIGN_OR_RETURN(const auto channel,
+                             connection_.Connected(std::min(limit, short_limit_)));
+    grpc::ClientContext context;
+    const CallsUnderWay::Entry entry(calls_, context);
+    context.set_deadline(proto::Deadline(limit));
+    Response response;
+    const grpc::Status status = (Stub(channel).*method)(&context, request, &response);
+    if (!status.ok()) return proto::FromGrpc(status);
+    return response;
+  }
+
+  Connection connection_;
   const absl::Duration short_limit_;
-  v1::JobService::Stub jobs_;
-  v1::StateService::Stub state_;
   CallsUnderWay calls_;
 };
 

@@ -1,4 +1,5 @@
-// A TCP proxy that cuts its connections after a given number of bytes in one direction.
+// A TCP proxy that cuts its connections after a given number of bytes in one direction, or lets
+// nothing through.
 #ifndef BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 #define BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 
@@ -27,7 +28,8 @@ class CuttingProxy {
  public:
   struct Budget {
     size_t bytes = 0;
-    bool up = true;  // Counts bytes from the client to the service; false: the other way.
+    bool up = true;       // Counts bytes from the client to the service; false: the other way.
+    bool silent = false;  // It is accepted, and nothing passes.
   };
 
   // In front of 127.0.0.1:`port`. Each connection is cut, both ways, when its budget is used up.
@@ -53,6 +55,10 @@ class CuttingProxy {
   }
 
   const std::string& target() const { return target_; }
+  int accepted() const {
+    MutexLock lock(mutex_);
+    return accepted_;
+  }
   int cuts() const {
     MutexLock lock(mutex_);
     return cuts_;
@@ -86,6 +92,10 @@ class CuttingProxy {
       if (client < 0) return;
       auto connection = std::make_shared<Connection>();
       connection->client = client;
+      {
+        MutexLock lock(mutex_);
+        ++accepted_;
+      }
       connection->service = socket(AF_INET, SOCK_STREAM, 0);
       sockaddr_in address = Loopback(port_);
       if (connect(connection->service, reinterpret_cast<sockaddr*>(&address), sizeof(address)) !=
@@ -99,6 +109,7 @@ class CuttingProxy {
       }
       const size_t unlimited = ~size_t{0};
       connections_.push_back(connection);
+      if (budget.silent) continue;
       pumps_.emplace_back([this, connection, bytes = budget.up ? budget.bytes : unlimited] {
         Pump(*connection, connection->client, connection->service, bytes);
       });
@@ -131,6 +142,7 @@ class CuttingProxy {
   std::vector<std::shared_ptr<Connection>> connections_;
   std::vector<std::thread> pumps_;
   mutable Mutex mutex_;
+  int accepted_ ABSL_GUARDED_BY(mutex_) = 0;
   int cuts_ ABSL_GUARDED_BY(mutex_) = 0;
   std::thread acceptor_;
 };

@@ -1,11 +1,14 @@
-"""A TCP proxy that delays what passes through it, holds back what clients send, and cuts connections after a random
-number of bytes or a random time: with a reset or in order, on both sides at once or on one first.
+"""A proxy that delays what passes through it, holds back what clients send, and cuts connections after a random
+number of bytes or a random time: with a reset or in order, on both sides at once or on one first. It also plays the
+outages of a service's port.
 
 tests/client/cutting_proxy.h is not this: there a test in C++ says at which byte of which connection each
 cut comes, in its own process."""
 
 import asyncio
 import collections
+import contextlib
+import os
 import random
 import socket
 import struct
@@ -24,13 +27,18 @@ class Connection:
         self.ended = False
 
 
+# What happens to a connection in an outage. Refused: nobody listens. Reset: it is accepted and reset. Silent: it is
+# accepted, and nothing passes, also after the outage.
+OUTAGES = ("refused", "reset", "silent")
+
+
 class CuttingProxy:
-    """Forwards to `target` ("host:port") from `address`, in a thread of its own. Cuts nothing before
-    `enable`, and no more than `cuts` times."""
+    """Forwards to `target` ("host:port" or "unix:/path") from `address`, which is of the same kind, in a thread of its
+    own. Cuts nothing before `enable`, and no more than `cuts` times."""
 
     def __init__(self, target, seed, cuts, *, most_bytes=150_000, most_seconds=0.1, longest_delay=0.02):
-        host, _, port = target.rpartition(":")
-        self.target = host, int(port)
+        self.target = target
+        self.outage = ""  # One of OUTAGES, or none.
         self.random = random.Random(seed)
         self.cuts_left = cuts
         self.most_bytes = most_bytes
@@ -44,8 +52,8 @@ class CuttingProxy:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy")
         self.thread.start()
-        self.server = self.call(asyncio.start_server(self.accept, "127.0.0.1", 0))
-        self.address = "127.0.0.1:%d" % self.server.sockets[0].getsockname()[1]
+        self.address = f"{target}.proxy" if self.is_unix() else "127.0.0.1:0"
+        self.call(self.listen())
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
@@ -55,6 +63,26 @@ class CuttingProxy:
             self.enabled = True
             for connection in self.connections:
                 self.plan(connection)
+        self.call(run())
+
+    def is_unix(self):
+        return self.target.startswith("unix:")
+
+    def begin_outage(self, outage):
+        """Ends every connection with a reset. What becomes of those that come meanwhile: see OUTAGES."""
+        async def run():
+            self.outage = outage
+            if outage == "refused":
+                self.server.close()
+            for connection in list(self.connections):
+                self.end(connection, reset=True)
+        self.call(run())
+
+    def end_outage(self):
+        async def run():
+            if self.outage == "refused":
+                await self.listen()
+            self.outage = ""
         self.call(run())
 
     def hold(self):
@@ -84,15 +112,39 @@ class CuttingProxy:
 
     # ---------------------------------------------------------------- in the proxy's thread
 
+    async def listen(self):
+        if self.is_unix():
+            path = self.address.removeprefix("unix:")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            self.server = await asyncio.start_unix_server(self.accept, path)
+        else:
+            host, _, port = self.address.rpartition(":")
+            self.server = await asyncio.start_server(self.accept, host, int(port))
+            self.address = "%s:%d" % self.server.sockets[0].getsockname()[:2]
+
     async def accept(self, client_reader, client_writer):
+        if self.outage == "silent":
+            connection = Connection(client_writer, client_writer)
+            self.connections.add(connection)
+            return
+        if self.outage:
+            client_writer.transport.abort()
+            return
         try:
-            service_reader, service_writer = await asyncio.open_connection(*self.target)
+            if self.is_unix():
+                opened = await asyncio.open_unix_connection(self.target.removeprefix("unix:"))
+            else:
+                host, _, port = self.target.rpartition(":")
+                opened = await asyncio.open_connection(host, int(port))
+            service_reader, service_writer = opened
         except OSError:
             client_writer.transport.abort()
             return
         connection = Connection(client_writer, service_writer)
         for writer in connection.writers.values():
-            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self.is_unix():
+                writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connections.add(connection)
         if self.enabled:
             self.plan(connection)

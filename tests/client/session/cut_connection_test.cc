@@ -26,16 +26,18 @@ constexpr int kWorldSize = 2;
 constexpr uint32_t kMicroSteps = 2;
 constexpr uint64_t kSteps = 6;
 
+int PortOf(ServiceForTests& service) {
+  const std::string& address = service.server().addresses().at(0);
+  int port = 0;
+  EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port)) << address;
+  return port;
+}
+
 class CutConnection : public testing::TestWithParam<std::tuple<UpdateMode, Traffic>> {
  protected:
   UpdateMode update_mode() const { return std::get<UpdateMode>(GetParam()); }
   Traffic traffic() const { return std::get<Traffic>(GetParam()); }
-  int port() {
-    const std::string& address = service_.server().addresses().at(0);
-    int port = 0;
-    EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port)) << address;
-    return port;
-  }
+  int port() { return PortOf(service_); }
   // Clipped at every other step, so that speculated updates are dropped there.
   static StepSettings SettingsOf(uint64_t step) {
     return {.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
@@ -137,6 +139,53 @@ INSTANTIATE_TEST_SUITE_P(Modes, CutConnection,
                                                   : "Speculate") +
                                   Name(std::get<Traffic>(info.param));
                          });
+
+// An outage of the service's port, and how a session with so much patience comes through it.
+struct Outage {
+  std::string name;
+  std::deque<CuttingProxy::Budget> connections;  // That do not get through.
+};
+
+class OutageTest : public testing::TestWithParam<Outage> {
+ protected:
+  // The session's first connection ends in the middle of a step.
+  static constexpr size_t kBeforeTheOutage = 12000;
+
+  ServiceForTests service_{Way::kTcp};
+};
+
+// gRPC alone gives 20 seconds to each silent connection, and looks at a refused one every 5.
+TEST_P(OutageTest, IsOverWithTheFirstConnectionThatGetsThrough) {
+  std::deque<CuttingProxy::Budget> budgets = GetParam().connections;
+  budgets.push_front({.bytes = kBeforeTheOutage});
+  CuttingProxy proxy(PortOf(service_), budgets);
+  SessionOptions options;
+  options.reconnect_timeout = absl::Seconds(15);
+  const JobSpec job = SmallJob("outage", 1);
+  auto rank = RankForTests::Join(Connect(proxy.target()).value(), job, 0, options);
+  ASSERT_TRUE(rank.ok()) << rank.status();
+  ReferenceRun reference(job);
+  for (uint64_t step = 1; step <= kSteps; ++step) {
+    const auto decision = (*rank)->Step(kMicroSteps, {});
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    reference.Step(step, kMicroSteps, {});
+    EXPECT_EQ((*rank)->Difference(reference), "") << "at step " << step;
+  }
+  EXPECT_GE(proxy.accepted(), static_cast<int>(budgets.size()) + 1);
+}
+
+TEST_P(OutageTest, BeforeTheFirstConnectionIsWaitedFor) {
+  CuttingProxy proxy(PortOf(service_), GetParam().connections);
+  const auto channel = Connect(proxy.target(), absl::Seconds(15));
+  EXPECT_TRUE(channel.ok()) << channel.status();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, OutageTest,
+    testing::Values(Outage{"Silent", {{.silent = true}, {.silent = true}}},
+                    Outage{"Closing", std::deque<CuttingProxy::Budget>(6)},
+                    Outage{"Both", {{}, {.silent = true}, {.bytes = 20}, {.silent = true}}}),
+    [](const auto& info) { return info.param.name; });
 
 // A service that accepts connections and sends nothing.
 TEST(GrpcTransport, CancelsCallsThatAreUnderWay) {

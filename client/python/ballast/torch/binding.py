@@ -83,7 +83,7 @@ class Binding:
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: Callable[[], list[HyperParameters]], *,
                  service: str | None, job: str, max_norm: float, update: str, process_group, timeout: float,
-                 overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
+                 reconnect_timeout: float, overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
                  module: torch.nn.Module | None, credentials: dict[str, str | None],
                  resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
@@ -132,7 +132,9 @@ class Binding:
         self.owned_service = owned_service
         try:
             with self._notifying():
-                self._open(self._job_of(job, described, update, (accumulation_steps or 0) if overlap else 1), process_group, service, timeout, resume, new, attach, checkpoint)
+                micro_steps = (accumulation_steps or 0) if overlap else 1
+                self._open(self._job_of(job, described, update, micro_steps), process_group, service, timeout,
+                           reconnect_timeout, resume, new, attach, checkpoint)
                 self._moments = None
             if overlap_weights:
                 self._returning = ReturningWeights(module, trained, {index: self.names[index] for index in trained},
@@ -197,7 +199,7 @@ class Binding:
                    update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh,
                    keep_previous=self._keep_previous, on_abort=self._on_abort)
 
-    def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
+    def _open(self, job: Job, process_group, service, timeout, reconnect_timeout, resume, new, attach, checkpoint):
         if self.peers is not None:
             self.peers.agree([("the call", "attach()" if attach else "step()"), ("the loaded state", str(resume)),
                               ("its moments", "none" if self._moments is None else
@@ -250,8 +252,8 @@ class Binding:
         # It has no reference to the binding, which would keep it alive.
         self._open_session = functools.partial(
             Session, address, job, places, rank=self.rank, job_uid=uid, join_timeout=min(60.0, timeout),
-            timeout=timeout, while_waiting=self.peers and self.peers.listen, memory=self.places.places,
-            **self._credentials)
+            timeout=timeout, reconnect_timeout=reconnect_timeout, while_waiting=self.peers and self.peers.listen,
+            memory=self.places.places, **self._credentials)
         first = None
         if resume is None and self._moments is not None:
             first = gather(job, self.parameters, [self._moments[id(parameter)] for parameter in self.parameters])

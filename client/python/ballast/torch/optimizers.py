@@ -38,7 +38,8 @@ class Adam(Remote):
                  maximize: bool = False, capturable: bool = False, differentiable: bool = False,
                  fused: bool | None = None, decoupled_weight_decay: bool = False, service: str | None = None,
                  job: str | None = None, max_norm: float | None = None, update: str = "wait",
-                 process_group: dist.ProcessGroup | None = None, timeout: float = 600.0, full_state: bool = False,
+                 process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
+                 reconnect_timeout: float = 60.0, full_state: bool = False,
                  overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
                  module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
@@ -59,7 +60,8 @@ class Adam(Remote):
                         amsgrad=amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
                         differentiable=differentiable, fused=fused, decoupled_weight_decay=decoupled_weight_decay)
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
-                         process_group=process_group, timeout=timeout, full_state=full_state, overlap=overlap,
+                         process_group=process_group, timeout=timeout, reconnect_timeout=reconnect_timeout,
+                         full_state=full_state, overlap=overlap,
                          overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
                          keep_previous=keep_previous, on_abort=on_abort,
                          credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file))
@@ -75,8 +77,9 @@ class AdamW(Adam):
     name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
-    full_state: state_dict has the moments, too. keep_previous: `undo_step` is possible, and the service keeps one more
-    version of all state for it. on_abort: what becomes of a step that cannot be kept, because it was aborted on the
+    reconnect_timeout: how long a call waits for a service that went away, in seconds, before it raises an
+    UnavailableError. full_state: state_dict has the moments, too. keep_previous: `undo_step` is possible, and the
+    service keeps one more version of all state for it. on_abort: what becomes of a step that cannot be kept, because it was aborted on the
     service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
     changes nothing, `skipped` says why, and training goes on. tls_ca, tls_cert, tls_key, token_file: files, as for
     `ballast.connect`.
@@ -106,7 +109,8 @@ class AdamW(Adam):
                  foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
                  fused: bool | None = None, service: str | None = None, job: str | None = None,
                  max_norm: float | None = None, update: str = "wait",
-                 process_group: dist.ProcessGroup | None = None, timeout: float = 600.0, full_state: bool = False,
+                 process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
+                 reconnect_timeout: float = 60.0, full_state: bool = False,
                  overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
                  module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
@@ -114,8 +118,9 @@ class AdamW(Adam):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
             differentiable=differentiable, fused=fused, decoupled_weight_decay=True, service=service, job=job,
-            max_norm=max_norm, update=update, process_group=process_group, timeout=timeout, full_state=full_state,
-            overlap=overlap, overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
+            max_norm=max_norm, update=update, process_group=process_group, timeout=timeout,
+            reconnect_timeout=reconnect_timeout, full_state=full_state, overlap=overlap,
+            overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
             keep_previous=keep_previous, on_abort=on_abort, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
             token_file=token_file)
 

@@ -38,8 +38,8 @@ class Remote(torch.optim.Optimizer):
     _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
 
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
-                 max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
-                 overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
+                 max_norm: float | None, update: str, process_group, timeout: float,
+                 reconnect_timeout: float, full_state: bool, overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
                  module: torch.nn.Module | None, keep_previous: bool, on_abort: str,
                  credentials: dict[str, str | None]):
         self._forget_steps()
@@ -49,6 +49,8 @@ class Remote(torch.optim.Optimizer):
             raise ValueError(f"Invalid update value: {update!r}; expected 'wait' or 'speculate'")
         if on_abort not in ("redo", "skip"):
             raise ValueError(f"Invalid on_abort value: {on_abort!r}; expected 'redo' or 'skip'")
+        if not reconnect_timeout > 0:
+            raise ValueError(f"Invalid reconnect_timeout value: {reconnect_timeout}")
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
         if service is not None and job is None:
@@ -60,7 +62,8 @@ class Remote(torch.optim.Optimizer):
             check_group(group)
         self._full_state = full_state
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
-                              process_group=process_group, timeout=timeout, overlap=overlap,
+                              process_group=process_group, timeout=timeout,
+                              reconnect_timeout=reconnect_timeout, overlap=overlap,
                               overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
                               keep_previous=keep_previous, on_abort=on_abort, credentials=credentials)
         # The rest is known when it is bound to its job.

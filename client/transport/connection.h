@@ -1,0 +1,66 @@
+// The way to a service, which outlives its connections: one attempt to connect about every second,
+// whatever becomes of the attempts before.
+//
+//   Connection connection(channel);  // Of Connect or NewChannel (client/connect.h).
+//   BALLAST_ASSIGN_OR_RETURN(auto connected, connection.Connected(absl::Seconds(10)));
+//   v1::JobService::Stub(connected).GetJob(...);
+//
+// gRPC's own ways are too slow for a trainer. Nobody polls a channel without a call, apart from a
+// timer of five seconds. An attempt that a silent peer has accepted lasts 20 seconds. A failed name
+// is resolved again after up to two minutes. So each attempt here has a channel of its own, and
+// this polls them all. A slow handshake goes on beside later attempts, and the first to finish wins.
+//
+// Thread-safe.
+#ifndef BALLAST_CLIENT_TRANSPORT_CONNECTION_H_
+#define BALLAST_CLIENT_TRANSPORT_CONNECTION_H_
+
+#include <grpcpp/channel.h>
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
+
+namespace ballast::client {
+
+// A channel of `make` that a Connection replaces by others of `make`.
+std::shared_ptr<grpc::Channel> MakeReplaceable(
+    std::function<std::shared_ptr<grpc::Channel>()> make);
+
+class Connection {
+ public:
+  // A channel that is not of MakeReplaceable is never replaced: it connects as gRPC has it.
+  explicit Connection(std::shared_ptr<grpc::Channel> channel);
+
+  // The channel for the next call. If none is connected, this begins an attempt, and another one
+  // every second. It returns when one succeeds or the newest fails: a call on that channel ends at
+  // once, and says why. UNAVAILABLE: neither has happened within `limit`; the attempts go on.
+  // CANCELLED: after Cancel.
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> Connected(absl::Duration limit);
+  // The last one that Connected returned.
+  std::shared_ptr<grpc::Channel> channel() const;
+  // Ends Connected, and every later one.
+  void Cancel() { cancelled_ = true; }
+
+ private:
+  void Begin() ABSL_EXCLUSIVE_LOCKS_REQUIRED(connecting_);
+  // What Connected returns; null: nothing yet.
+  std::shared_ptr<grpc::Channel> Outcome() ABSL_EXCLUSIVE_LOCKS_REQUIRED(connecting_);
+
+  std::function<std::shared_ptr<grpc::Channel>()> make_;  // Empty: nothing replaces the channel.
+  std::atomic<bool> cancelled_ = false;
+  // One thread at a time connects, and another one finds what it has found.
+  Mutex connecting_;
+  std::deque<std::shared_ptr<grpc::Channel>> attempts_ ABSL_GUARDED_BY(connecting_);
+  mutable Mutex mutex_;
+  std::shared_ptr<grpc::Channel> channel_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_TRANSPORT_CONNECTION_H_
