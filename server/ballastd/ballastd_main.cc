@@ -18,11 +18,13 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
@@ -30,7 +32,6 @@
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
-#include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
@@ -399,6 +400,12 @@ int main(int argc, char** argv) {
   if (!is_first && flags->memory_limit_is_default) {
     flags->memory_limit_bytes += memory->LeftBytes();
   }
+  std::string threads_bound = "--threads";
+  if (flags->threads == 0) {
+    ballast::UsableProcessors usable = ballast::FindUsableProcessors();
+    flags->threads = usable.count;
+    threads_bound = std::move(usable.bound);
+  }
   (void)ballast::OutOfMemoryError();  // Made while there is memory for that.
   std::optional<ballast::Engine> made;
   const bool is_made = ballast::RunsInMemory([&] {
@@ -437,10 +444,9 @@ int main(int argc, char** argv) {
   }
   const std::string listening =
       absl::StrCat("listening on ", absl::StrJoin((*server)->addresses(), ", "));
-  spdlog::info("ballastd {}, memory limit {:.1f} GiB, {} threads, kernel {}", listening,
-               static_cast<double>(flags->memory_limit_bytes) / 0x1p30,
-               flags->threads > 0 ? flags->threads : ballast::MachineTopology().processors(),
-               ballast::KernelTarget());
+  spdlog::info("ballastd {}, memory limit {:.1f} GiB, {} threads ({}), kernel {}", listening,
+               static_cast<double>(flags->memory_limit_bytes) / 0x1p30, flags->threads,
+               threads_bound, ballast::KernelTarget());
   spdlog::log(flags->server.insecure ? spdlog::level::warn : spdlog::level::info, "access: {}",
               (*server)->AccessLine());
   LogWhatOutlives(engine.named_memory(), directory->get());
