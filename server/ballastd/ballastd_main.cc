@@ -40,6 +40,7 @@
 #include "server/ballastd/drain.h"
 #include "server/ballastd/service_log.h"
 #include "server/ballastd/service_manager.h"
+#include "server/ballastd/start_check.h"
 #include "server/ballastd/state_check.h"
 #include "server/ballastd/status_page.h"
 #include "server/holder/held_files.h"
@@ -66,6 +67,9 @@ int Fail(const absl::Status& status, int exit_code) {
 
 const std::terminate_handler usual_end = std::get_terminate();
 
+// From then on an end is a death, over which the holder starts another process.
+std::atomic<bool> serves = false;
+
 // Where the system has no memory or thread for this process, the usual words do not say what to do.
 [[noreturn]] void EndWithoutResources() {
   const auto say = [](const char* why) {
@@ -74,6 +78,8 @@ const std::terminate_handler usual_end = std::get_terminate();
         "ballastd: the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, "
         "TasksMax, the control group)\n",
         why);
+    // To start again would need as much.
+    if (!serves) _exit(1);
     std::abort();
   };
   try {
@@ -429,8 +435,11 @@ int main(int argc, char** argv) {
       engine, {.settings = flags->settings, .history = history, .last_log_lines = last_log_lines});
   ballast::server::ServerOptions server_options = flags->server;
   server_options.more_services.push_back(&diagnostics);
-  // After jobs are back: a worker that returned earlier would be told that there is no such job,
-  // and give up.
+  // After jobs are back, which have taken addresses.
+  const absl::Status can_start = ballast::server::CheckThatServerCanStart();
+  if (!can_start.ok()) FailWithJobs(can_start, 1);
+  // And because a worker that returned earlier would be told that there is no such job, and give
+  // up.
   auto server = ballast::server::Server::Start(engine, server_options);
   if (!server.ok()) FailWithJobs(server.status(), 1);
   diagnostics.Describes(**server);
@@ -452,6 +461,7 @@ int main(int argc, char** argv) {
   LogWhatOutlives(engine.named_memory(), directory->get());
   // Last: an end before this counts as one more of a row, or gives up the upgrade (holder.h).
   if (*held != nullptr) (*held)->Ready(ballast::kKeptFormat);
+  serves = true;
 
   (*manager)->Ready(listening);
   std::optional<int> exit_code;
