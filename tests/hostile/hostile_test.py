@@ -63,7 +63,7 @@ PEAKS = {
     "taking": BUFFERED,  # Its jobs have 200 MB.
     "disk": BUFFERED + HEAP,
     "host": BUFFERED + HEAP,
-    "frames": HEAP,
+    "frames": 2 * HEAP,  # Of four connections: some 10 MB each.
     "connections": 2 * BUFFERED,
     "silence": HEAP,
     "http": 2 * HEAP,
