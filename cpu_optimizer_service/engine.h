@@ -31,7 +31,7 @@ namespace ballast {
 
 struct EngineOptions {
   int64_t memory_limit_bytes = 0;  // Required.
-  int threads = 0;                 // For updates; 0: one per core.
+  int threads = 0;                 // For updates; 0: as of TaskPool.
   // Told, in a line, what makes this host slow, and of a broken job. Any thread; may be null.
   std::function<void(const std::string&)> warn;
   // Outlive the engine; null: anonymous memory, the system's files.

@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/host/arena.h"
@@ -227,7 +228,7 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   const bool beyond_cache = chunks * kMaxChunkElements * kBytesPerElement >= 2 * cache_bytes;
   result.facts = {
       .threads = pool.threads(),
-      .processors = options.topology->processors(),
+      .processors = std::min(options.topology->processors(), UsableProcessorCount()),
       .nodes = static_cast<int>(options.topology->nodes.size()),
       .bound = pool.bound(),
       .huge_page_share = arrays.huge_page_share(),

@@ -8,8 +8,9 @@
 #include <array>
 #include <cstring>
 #include <iterator>
-#include <thread>
 #include <utility>
+
+#include "cpu_optimizer_service/common/limits/processors.h"
 
 namespace ballast::server {
 namespace {
@@ -68,11 +69,9 @@ Pace::Clock::time_point Pace::When(Clock::duration cost) const {
   return counted_ + std::chrono::ceil<Clock::duration>(missing / share_);
 }
 
-// The number of processors is 0 where the system does not tell it.
 Newcomers::Newcomers(HeldUntil held_until)
     : Newcomers(std::move(held_until),
-                Pace(kSaved, kShare * std::clamp(std::thread::hardware_concurrency(), 1U,
-                                                 kMostProcessors))) {}
+                Pace(kSaved, kShare * std::min<int>(UsableProcessorCount(), kMostProcessors))) {}
 
 Newcomers::Id Newcomers::Add(FileDescriptor connection, std::string source, bool tls,
                              Clock::time_point now) {

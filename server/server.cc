@@ -194,7 +194,9 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
   // Only now is there something that takes connections. Until now they have queued.
   return listener->Start(
       [tcp = std::move(tcp), unix_users = std::move(unix_users)](int connection) {
-        IsUnixSocket(connection) ? unix_users->Take(connection) : tcp(connection);
+        if (IsUnixSocket(connection)) return unix_users->Take(connection);
+        EndIfPeerTakesNothing(connection);
+        tcp(connection);
       },
       warn, {.tls = access->has_tls(), .held_until = [this](const std::string& source) {
                return resets.HeldUntil(source);

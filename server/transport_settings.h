@@ -26,6 +26,11 @@ int64_t MostBufferedBytes(int64_t memory_limit_bytes);
 // The streams that one connection may have. A client's further calls wait in the client.
 inline constexpr int kMaxStreamsOfConnection = 1024;
 
+// Has the system end a TCP connection whose peer takes nothing for as long as a silent one may be.
+// gRPC does that for connections that it accepts itself. Its pings cannot: it sends none before what
+// is being written is written.
+void EndIfPeerTakesNothing(int connection);
+
 // Sets message sizes, what is buffered and channel arguments.
 void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes);
 

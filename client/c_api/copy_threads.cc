@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <memory>
 #include <new>
-#include <thread>
 
 #include "absl/base/thread_annotations.h"
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
@@ -67,8 +67,7 @@ class Loop {
 }  // namespace
 
 int CopyThreads::DefaultMost() {
-  const int processors = static_cast<int>(std::thread::hardware_concurrency());
-  return std::clamp(processors - 1, 1, kMostThreads - 1);
+  return std::clamp(UsableProcessorCount() - 1, 1, kMostThreads - 1);
 }
 
 int CopyThreads::WorthFor(int64_t bytes) const {

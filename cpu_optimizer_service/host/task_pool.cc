@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/common/system/parallel_for.h"
@@ -185,7 +186,7 @@ struct TaskPool::Impl {
 };
 
 TaskPool::TaskPool(int threads, const Topology& topology)
-    : threads_(threads > 0 ? threads : topology.processors()),
+    : threads_(threads > 0 ? threads : std::min(topology.processors(), UsableProcessorCount())),
       impl_(std::make_unique<Impl>(topology, threads_)) {}
 
 TaskPool::~TaskPool() {

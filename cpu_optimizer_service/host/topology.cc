@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
-#include <thread>
+
+#include "cpu_optimizer_service/common/limits/processors.h"
 
 namespace ballast {
 namespace {
@@ -55,7 +56,7 @@ Topology Find() {
 
   NumaNode all;
   // The numbers are made up: with one node no thread is bound, and only their count matters.
-  all.processors.resize(std::max(1u, std::thread::hardware_concurrency()));
+  all.processors.resize(static_cast<size_t>(UsableProcessorCount()));
   std::iota(all.processors.begin(), all.processors.end(), 0);
   found.nodes.push_back(std::move(all));
   return found;

@@ -3,7 +3,6 @@
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
-#include <tbb/info.h>
 #include <tbb/task_arena.h>
 #include <unistd.h>
 
@@ -18,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "client/connect.h"
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/engine.h"
@@ -161,7 +161,7 @@ absl::Status Main(int argc, char** argv) {
     if (flags.optimizer == OptimizerKind::kLocal) make_optimizer = gpu->make_local_optimizer();
   }
   // An arena, not a limit of the whole process: a service in this process has threads of its own.
-  tbb::task_arena arena(std::min(flags.threads, tbb::info::default_concurrency()));
+  tbb::task_arena arena(std::min(flags.threads, UsableProcessorCount()));
   // Its line is ended when Main returns, before main prints an error.
   Progress progress(options.trainer.steps);
   absl::Status status = arena.execute([&] {

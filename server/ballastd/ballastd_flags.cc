@@ -50,7 +50,10 @@ ABSL_FLAG(
     std::string, memory_limit, "",
     "Memory for all jobs together: bytes, or a number with KiB, MiB, GiB or TiB. Default: 80% of "
     "what the machine has left at start, or the process's control groups if that is less.");
-ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
+ABSL_FLAG(
+    int, threads, 0,
+    "Threads for updates; 0: one for each processor that the process may use, by its affinity "
+    "mask and the CPU quota of its control groups (rounded up).");
 ABSL_FLAG(std::string, log_level, "info",
           "debug, info, warning, error or off. Lines of the audit are written at each of them.");
 ABSL_FLAG(

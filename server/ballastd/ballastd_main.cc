@@ -18,11 +18,13 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
@@ -30,7 +32,6 @@
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
-#include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
@@ -39,6 +40,7 @@
 #include "server/ballastd/drain.h"
 #include "server/ballastd/service_log.h"
 #include "server/ballastd/service_manager.h"
+#include "server/ballastd/start_check.h"
 #include "server/ballastd/state_check.h"
 #include "server/ballastd/status_page.h"
 #include "server/holder/held_files.h"
@@ -65,6 +67,9 @@ int Fail(const absl::Status& status, int exit_code) {
 
 const std::terminate_handler usual_end = std::get_terminate();
 
+// From then on an end is a death, over which the holder starts another process.
+std::atomic<bool> serves = false;
+
 // Where the system has no memory or thread for this process, the usual words do not say what to do.
 [[noreturn]] void EndWithoutResources() {
   const auto say = [](const char* why) {
@@ -73,6 +78,8 @@ const std::terminate_handler usual_end = std::get_terminate();
         "ballastd: the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, "
         "TasksMax, the control group)\n",
         why);
+    // To start again would need as much.
+    if (!serves) _exit(1);
     std::abort();
   };
   try {
@@ -399,6 +406,12 @@ int main(int argc, char** argv) {
   if (!is_first && flags->memory_limit_is_default) {
     flags->memory_limit_bytes += memory->LeftBytes();
   }
+  std::string threads_bound = "--threads";
+  if (flags->threads == 0) {
+    ballast::UsableProcessors usable = ballast::FindUsableProcessors();
+    flags->threads = usable.count;
+    threads_bound = std::move(usable.bound);
+  }
   (void)ballast::OutOfMemoryError();  // Made while there is memory for that.
   std::optional<ballast::Engine> made;
   const bool is_made = ballast::RunsInMemory([&] {
@@ -422,8 +435,11 @@ int main(int argc, char** argv) {
       engine, {.settings = flags->settings, .history = history, .last_log_lines = last_log_lines});
   ballast::server::ServerOptions server_options = flags->server;
   server_options.more_services.push_back(&diagnostics);
-  // After jobs are back: a worker that returned earlier would be told that there is no such job,
-  // and give up.
+  // After jobs are back, which have taken addresses.
+  const absl::Status can_start = ballast::server::CheckThatServerCanStart();
+  if (!can_start.ok()) FailWithJobs(can_start, 1);
+  // And because a worker that returned earlier would be told that there is no such job, and give
+  // up.
   auto server = ballast::server::Server::Start(engine, server_options);
   if (!server.ok()) FailWithJobs(server.status(), 1);
   diagnostics.Describes(**server);
@@ -437,15 +453,15 @@ int main(int argc, char** argv) {
   }
   const std::string listening =
       absl::StrCat("listening on ", absl::StrJoin((*server)->addresses(), ", "));
-  spdlog::info("ballastd {}, memory limit {:.1f} GiB, {} threads, kernel {}", listening,
-               static_cast<double>(flags->memory_limit_bytes) / 0x1p30,
-               flags->threads > 0 ? flags->threads : ballast::MachineTopology().processors(),
-               ballast::KernelTarget());
+  spdlog::info("ballastd {}, memory limit {:.1f} GiB, {} threads ({}), kernel {}", listening,
+               static_cast<double>(flags->memory_limit_bytes) / 0x1p30, flags->threads,
+               threads_bound, ballast::KernelTarget());
   spdlog::log(flags->server.insecure ? spdlog::level::warn : spdlog::level::info, "access: {}",
               (*server)->AccessLine());
   LogWhatOutlives(engine.named_memory(), directory->get());
   // Last: an end before this counts as one more of a row, or gives up the upgrade (holder.h).
   if (*held != nullptr) (*held)->Ready(ballast::kKeptFormat);
+  serves = true;
 
   (*manager)->Ready(listening);
   std::optional<int> exit_code;

@@ -215,8 +215,6 @@ FRAMES = {
     "headers of 16 MB in continuations": frame(1, 0, 1, b"\x00\x01a\x7f\xff\xff\x07" + b"v" * 16000)
     + frame(9, 0, 1, b"v" * 16000) * 1000,
     "continuations without an end": frame(1, 0, 1, request_headers(JOBS + "GetJob")) + frame(9, 0, 1) * 20000,
-    "10,000 settings": frame(4, 0, 0, b"\x00\x04\x00\x00\xff\xff") * 10000,
-    "10,000 pings": frame(6, 0, 0, b"12345678") * 10000,
     "10,000 priorities": frame(2, 0, 1, b"\x00\x00\x00\x00\x10") * 10000,
     "a settings frame of 7 bytes": frame(4, 0, 0, b"1234567"),
     "an unknown frame": frame(200, 255, 1, b"x" * 1000),

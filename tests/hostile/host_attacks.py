@@ -8,6 +8,7 @@ import time
 
 from attacks import Target, at_once
 from connection_attacks import idle_connections, many_streams, raw_frames
+from frame_attacks import PING, unread
 from size_attacks import fields
 from wire import HYPER_PARAMETERS, JOBS, MEBI, STATE, TRAIN, RawConnection, fields_of, frame, message, request
 
@@ -144,6 +145,7 @@ class Host:
             lambda target: many_streams(target, 2000, TRAIN + "Train"))
         yield "31 MiB of unknown fields over a unix socket, 8 at once", self.on_unix(lambda target: at_once(
             8, lambda: fields(target, STATE + "SaveJob", message((1, "jobs/honest")) + b"\x7a\x00" * (15 * MEBI)))[:3])
+        yield "200,000 pings over a unix socket", self.on_unix(lambda target: unread(target, PING, 200_000))
         yield "resets on a unix socket", self.on_unix(unix_resets)
         yield "wrong tokens for memory", self.wrong_tokens
         yield "a token for memory twice", self.token_again

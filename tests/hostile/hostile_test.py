@@ -30,6 +30,7 @@ except ModuleNotFoundError:
 import attacks  # noqa: E402
 import connection_attacks  # noqa: E402
 import disk_attacks  # noqa: E402
+import frame_attacks  # noqa: E402
 import host_attacks  # noqa: E402
 import pace  # noqa: E402
 import http_attacks  # noqa: E402
@@ -62,6 +63,7 @@ PEAKS = {
     "taking": BUFFERED,  # Its jobs have 200 MB.
     "disk": BUFFERED + HEAP,
     "host": BUFFERED + HEAP,
+    "frames": 2 * HEAP,  # Of four connections: some 10 MB each.
     "connections": 2 * BUFFERED,
     "silence": HEAP,
     "http": 2 * HEAP,
@@ -171,7 +173,7 @@ class Suite:
         else:
             self.silence = connection_attacks.Silence(self.target)
             self.families = {**attacks.FAMILIES, **size_attacks.FAMILIES, "disk": disk_attacks.Disk(checkpoints).family,
-                             "host": host_attacks.Host(unix).family,
+                             "host": host_attacks.Host(unix).family, "frames": frame_attacks.family,
                              "connections": connection_attacks.connections_family, "silence": self.silence.family,
                              "http": http_attacks.common_family}
         self.before = memory_of(self.service.process.pid, "VmRSS")

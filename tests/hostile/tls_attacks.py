@@ -6,6 +6,7 @@ import socket
 import ssl
 import time
 
+import frame_attacks
 import grpc
 import size_attacks
 from processes import PATIENCE, await_
@@ -158,6 +159,8 @@ def family():
     yield "handshakes and nothing more", handshakes
     yield "older versions", old_versions
     yield "huge announced lengths", huge_lengths
+    yield "200,000 pings, and no answer read", lambda target: frame_attacks.unread(
+        target, frame_attacks.PING, 200_000, connect=encrypted)
     yield "a flood of calls without a token", flood
     yield "a flood of calls with a wrong token", lambda target: flood(target, "wrong")
     yield "streams without a token", streams

@@ -37,7 +37,7 @@ class Service:
     >>> with ballast.Service() as service:
     ...     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service.address)
 
-    memory_limit: for all jobs together, "8GiB" say. threads: for updates, 0 for one a core. checkpoint_dir: where
+    memory_limit: for all jobs together, "8GiB" say. threads: for updates, 0 for one a usable processor. checkpoint_dir: where
     its jobs are saved when it ends, every `checkpoint_every` ("1000steps", "10min"), and with every `state_dict` of
     their optimizers; of each job checkpoint_keep stay. UnavailableError with the last line of its log if it does
     not start within start_timeout seconds."""

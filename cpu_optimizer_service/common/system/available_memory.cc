@@ -7,11 +7,9 @@
 #include <fstream>
 #include <limits>
 #include <optional>
-#include <vector>
 
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
+#include "cpu_optimizer_service/common/limits/control_groups.h"
 
 namespace ballast {
 namespace {
@@ -55,40 +53,15 @@ int64_t LeftInGroup(const std::string& folder, const GroupFiles& names) {
   return std::max<int64_t>(0, *limit - *used + cached);
 }
 
-// Of the group at `path` in the hierarchy that is mounted at `mount`, and of all above it. In a
-// container the path may be the host's, of which the mount shows only the lower end: then the
-// mount itself is the group.
-int64_t LeftInGroups(const std::string& mount, absl::string_view path, const GroupFiles& names) {
-  int64_t left_bytes = LeftInGroup(mount, names);
-  std::string folder = mount;
-  for (const absl::string_view part : absl::StrSplit(path, '/', absl::SkipEmpty())) {
-    absl::StrAppend(&folder, "/", part);
-    left_bytes = std::min(left_bytes, LeftInGroup(folder, names));
-  }
-  return left_bytes;
-}
-
-// Lines of /proc/self/cgroup: "4:memory:/path" of version 1, "0::/path" of version 2.
 int64_t LeftInControlGroups(const MemoryFiles& files) {
-  // The group at the mount counts also where the file that names the process's groups cannot be
-  // read.
-  int64_t left_bytes = LeftInGroups(files.groups, "", kVersion2);
-  std::ifstream lines(files.groups_of_process);
-  std::string line;
-  while (std::getline(lines, line)) {
-    const std::vector<std::string> fields = absl::StrSplit(line, absl::MaxSplits(':', 2));
-    if (fields.size() != 3) continue;
-    const std::vector<std::string> controllers = absl::StrSplit(fields[1], ',');
-    if (std::find(controllers.begin(), controllers.end(), "memory") != controllers.end()) {
-      left_bytes =
-          std::min(left_bytes, LeftInGroups(files.groups + "/memory", fields[2], kVersion1));
-    }
-    if (!fields[1].empty()) continue;
-    // Beside hierarchies of version 1 it has a folder of its own.
-    for (const char* mount : {"", "/unified"}) {
-      left_bytes = std::min(left_bytes, LeftInGroups(files.groups + mount, fields[2], kVersion2));
-    }
-  }
+  int64_t left_bytes = std::numeric_limits<int64_t>::max();
+  VisitControlGroups(
+      {.groups_of_process = files.groups_of_process, .groups = files.groups}, "memory",
+      [&](const std::string& folder, ControlGroupVersion version) {
+        left_bytes = std::min(
+            left_bytes,
+            LeftInGroup(folder, version == ControlGroupVersion::k1 ? kVersion1 : kVersion2));
+      });
   return left_bytes;
 }
 

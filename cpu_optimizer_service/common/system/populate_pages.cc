@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/rounding.h"
 
 // Linux 5.14; older headers do not have it.
@@ -43,7 +44,7 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
   };
   const size_t pieces = DivideUp(bytes, piece_bytes);
   const size_t threads =
-      std::min<size_t>({pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
+      std::min<size_t>({pieces, kMostThreads, static_cast<size_t>(UsableProcessorCount())});
   std::vector<std::thread> others;
   // The calling thread is the first of them.
   try {

@@ -1,5 +1,6 @@
 // The binary's flags, configuration and access, and what it says in one line where they will not do.
 #include <gmock/gmock.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -8,11 +9,15 @@
 #include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/limits/processors.h"
 #include "tests/support/certificates.h"
 #include "tests/support/processes.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast::server {
 namespace {
@@ -33,6 +38,43 @@ TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
     const std::string errors = service.Errors();
     EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
   }
+}
+
+// By address space alone: it is what gRPC, which never says that it got no thread, has too little of.
+TEST(Ballastd, StartsOrSaysInOneLineThatItHasTooLittle) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer maps terabytes";
+  bool was_too_little = false;
+  for (const char* mebibytes : {"40", "60", "80", "120", "160", "240"}) {
+    for (const char* holder : {"--holder=parent", "--holder=none"}) {
+      const std::string limited = absl::StrCat("ulimit -v $((", mebibytes, " * 1024)); exec ",
+                                               BALLASTD_PATH, " --listen=127.0.0.1:0 --threads=1 ",
+                                               "--log-level=error ", holder, " \"$@\"");
+      Ballastd service("/bin/sh", {"-c", limited, "sh"});
+      if (!service.Address().empty()) continue;
+      was_too_little = true;
+      EXPECT_EQ(service.ExitCode(), 1) << mebibytes << " MiB, " << holder;
+      const std::string errors = service.Errors();
+      EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
+      EXPECT_THAT(errors, HasSubstr("ulimit -v")) << mebibytes << " MiB, " << holder;
+    }
+  }
+  EXPECT_TRUE(was_too_little);
+}
+
+TEST(Ballastd, SaysWhereItsNumberOfThreadsComesFrom) {
+  std::thread([] {  // Bound, and what it starts as well.
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+    const std::string bound = ProcessorsInAffinityMask().bound;
+    Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
+    EXPECT_NE(service.Address(), "");
+    service.Signal(SIGTERM);
+    EXPECT_EQ(service.ExitCode(), 0);
+    EXPECT_THAT(service.Errors(), HasSubstr(absl::StrCat(", 1 threads (", bound, "), kernel")));
+  })
+      .join();
 }
 
 // What a ballastd that ends by itself writes to standard output.
