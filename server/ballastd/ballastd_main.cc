@@ -387,7 +387,8 @@ int main(int argc, char** argv) {
   }
   if (!flags->check_state.empty()) return ballast::server::CheckState(*flags);
   if (flags->check_config) {
-    std::puts("ballastd: the flags and the files that they name are good");
+    const std::string whose = flags->checked_as.empty() ? "" : " for the user " + flags->checked_as;
+    std::printf("ballastd: the flags and the files that they name are good%s\n", whose.c_str());
     return 0;
   }
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);
