@@ -10,7 +10,9 @@
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
+#include "cpu_optimizer_service/common/system/credential_files.h"
 #include "cpu_optimizer_service/host/state_directory.h"
+#include "server/ballastd/config_check.h"
 #include "server/ballastd/flag_sources.h"
 #include "server/holder/holder.h"
 
@@ -38,6 +40,9 @@ ABSL_FLAG(
     "A file with flags: lines of KEY = VALUE. The environment (BALLASTD_THREADS for --threads) "
     "and this command line come before it.");
 ABSL_FLAG(bool, check_config, false, "Check the flags and the files that they name, and exit.");
+ABSL_FLAG(std::string, user, "",
+          "The user, by name or number, that root checks as with --check-config, because root may "
+          "read and write everything. Default: the user ballast, if there is one.");
 ABSL_FLAG(
     std::string, upgrade, "",
     "Have the service of this process id, the parent's, go on with the program that is on disk by "
@@ -196,11 +201,8 @@ absl::Status CheckLogLevel(const std::string& level) {
       absl::StrCat("flag --log-level: '", level, "' is none of debug, info, warning, error, off"));
 }
 
-}  // namespace
-
-absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
-  BALLAST_RETURN_IF_ERROR(SetFlags({argv, argv + argc}));
-
+// What the flags are set to.
+absl::StatusOr<BallastdFlags> TakeFlags() {
   BallastdFlags flags;
   flags.upgrade = absl::GetFlag(FLAGS_upgrade);
   flags.check_state = absl::GetFlag(FLAGS_check_state);
@@ -270,6 +272,33 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
                                      "flag --metrics-listen=" + flags.status.listen));
   }
   return flags;
+}
+
+// As the user that the service runs as.
+absl::StatusOr<BallastdFlags> CheckFlags() {
+  BALLAST_ASSIGN_OR_RETURN(const std::string user, BecomeUser(absl::GetFlag(FLAGS_user)));
+  absl::StatusOr<BallastdFlags> flags = TakeFlags();
+  absl::Status status = flags.status();
+  // Until now another user has read it.
+  if (const std::string config = absl::GetFlag(FLAGS_config); !user.empty() && !config.empty()) {
+    status.Update(ReadCredentialFile(config, Others::kMayRead).status());
+  }
+  if (status.ok()) status.Update(CheckPlaces(*flags));
+  if (!status.ok()) return user.empty() ? status : Annotate(status, "as the user " + user);
+  flags->checked_as = user;
+  return flags;
+}
+
+}  // namespace
+
+absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
+  BALLAST_RETURN_IF_ERROR(SetFlags({argv, argv + argc}));
+  if (absl::GetFlag(FLAGS_check_config)) return CheckFlags();
+  if (!absl::GetFlag(FLAGS_user).empty()) {
+    return absl::InvalidArgumentError(
+        "flag --user: only with --check-config; start the service as that user");
+  }
+  return TakeFlags();
 }
 
 }  // namespace ballast::server

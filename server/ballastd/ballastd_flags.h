@@ -34,6 +34,7 @@ struct BallastdFlags {
   bool self_benchmark = false;
   bool startup_benchmark = true;
   bool check_config = false;  // There is nothing more to do.
+  std::string checked_as;     // The user; empty: this process's own.
   // Process ids, of a holder; empty: not asked for. Then nothing else here is set. Or kHeldState.
   std::string upgrade;
   std::string check_state;
@@ -41,7 +42,8 @@ struct BallastdFlags {
 
 // From the configuration file, the environment and the command line (flag_sources.h).
 // INVALID_ARGUMENT, in one line, for an unknown flag, a bad value, or a file of access that is
-// missing or wrong. --help prints and exits.
+// missing or wrong. --help prints and exits. --check-config makes the process another user's
+// (config_check.h).
 absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv);
 
 }  // namespace ballast::server

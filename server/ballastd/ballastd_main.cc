@@ -1,5 +1,5 @@
 // ballastd: the optimizer service as a process, and its parent, which holds its memory. SIGTERM,
-// SIGINT and a terminal's SIGHUP drain it; a second SIGTERM or SIGINT meanwhile ends it at once.
+// SIGINT and a terminal's SIGHUP drain it; stop_signals.h says what more of them mean meanwhile.
 #include <pthread.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
@@ -29,6 +29,7 @@
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
@@ -43,6 +44,7 @@
 #include "server/ballastd/start_check.h"
 #include "server/ballastd/state_check.h"
 #include "server/ballastd/status_page.h"
+#include "server/ballastd/stop_signals.h"
 #include "server/holder/held_files.h"
 #include "server/holder/holder.h"
 #include "server/server.h"
@@ -119,27 +121,39 @@ sigset_t BlockStopSignals() {
 
 // Who signals all processes of a name or of a group means the service once, and its parent passes
 // that on.
-bool IsForThisProcess(const siginfo_t& info, bool is_held) {
-  if (!is_held || info.si_signo == DrainedSignal() || info.si_pid == getppid()) return true;
+bool IsForThisProcess(const siginfo_t& info, ballast::server::HeldFiles* held) {
+  if (held == nullptr || info.si_signo == DrainedSignal() || held->TakeStop()) return true;
   spdlog::info("signal {} of process {} is left to the parent, process {}", info.si_signo,
                info.si_pid, getppid());
   return false;
 }
 
+void TellSaves(const std::vector<std::shared_ptr<ballast::Job>>& jobs,
+               ballast::server::ServiceManager& manager) {
+  std::vector<std::string> lines;
+  for (const auto& job : jobs) {
+    for (const ballast::SaveProgress& save : job->Status().saves) {
+      lines.push_back(ballast::server::ToString(job->spec().name, save));
+    }
+  }
+  if (!lines.empty()) manager.Saving(absl::StrJoin(lines, ", "));
+}
+
 // Meanwhile the service manager is kept informed that the engine is not stuck. `held`: null without
 // a holder, also where there is a directory of state: then nobody passes signals on.
 int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
-                  const ballast::server::HeldFiles* held, ballast::server::ServiceManager& manager,
+                  ballast::server::HeldFiles* held, ballast::server::ServiceManager& manager,
                   ballast::server::StatusPage& status_page) {
   const timespec interval = absl::ToTimespec(manager.keep_alive_interval());
   while (true) {
     siginfo_t info = {};
     const int signal = sigtimedwait(&signals, &info, &interval);
-    if (signal > 0 && IsForThisProcess(info, held != nullptr)) return signal;
+    if (signal > 0 && IsForThisProcess(info, held)) return signal;
     // EAGAIN: the interval is over. EINTR comes from a handler, such as that of thread_facts.cc.
     if (signal > 0 || errno != EAGAIN) continue;
-    engine.ListJobs();  // Takes the lock that everything else takes.
+    const auto jobs = engine.ListJobs();  // Takes the lock that everything else takes.
     manager.KeepAlive();
+    if (manager.is_saving()) TellSaves(jobs, manager);
     status_page.KeepTrying(absl::Now());
   }
 }
@@ -281,9 +295,11 @@ bool LeavesJobs(const BallastdFlags& flags) {
   return !flags.state_directory.empty() && flags.checkpoint_directory.empty();
 }
 
-// Returns the exit code; none if a job could not be saved: then the service goes on.
+// Returns the exit code; none if a job could not be saved, for the reason `why_not`: then the service
+// goes on.
 std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
-                                  const BallastdFlags& flags, ballast::server::HeldFiles* held) {
+                                  const BallastdFlags& flags, ballast::server::HeldFiles* held,
+                                  std::string& why_not) {
   // First, so that probes say so for as long as it drains.
   server.SetServing(false);
   if (LeavesJobs(flags)) {
@@ -304,32 +320,44 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
     // Otherwise the holder would take this process's next end for the stop that was asked for, or
     // send the signal again to the process after it.
     if (held != nullptr) held->StopRefused();
+    why_not = report.failed.front();
     return std::nullopt;
   }
   server.Shutdown(/*grace_seconds=*/1);
   return report.lost.empty() ? 0 : 1;
 }
 
-// As DrainAndReport. Meanwhile a second SIGTERM or SIGINT ends the process at once; SIGHUP does
-// not, because a terminal that closes sends more than one.
-std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Engine& engine,
-                                           ballast::server::Server& server,
-                                           const BallastdFlags& flags,
-                                           ballast::server::ServiceManager& manager,
-                                           ballast::server::StatusPage& status_page,
-                                           ballast::server::HeldFiles* held) {
+// As DrainAndReport. Meanwhile further signals may end the process without a save.
+std::optional<int> DrainUnlessGivenUp(const sigset_t& signals, ballast::Engine& engine,
+                                      ballast::server::Server& server, const BallastdFlags& flags,
+                                      ballast::server::ServiceManager& manager,
+                                      ballast::server::StatusPage& status_page,
+                                      ballast::server::HeldFiles* held, std::string& why_not) {
+  ballast::server::StopSignals stops(isatty(STDIN_FILENO) == 1 || isatty(STDERR_FILENO) == 1,
+                                     ballast::SteadySeconds());
   std::optional<int> exit_code;
   std::atomic<bool> drained = false;
   // A save may take long. Meanwhile this thread answers signals and the service manager.
   std::thread drain([&, waiting = pthread_self()] {
-    exit_code = DrainAndReport(engine, server, flags, held);
+    exit_code = DrainAndReport(engine, server, flags, held, why_not);
     drained = true;
     // It is blocked, so it stays pending until that thread waits, and is not lost.
     pthread_kill(waiting, DrainedSignal());
   });
   while (!drained) {
     const int signal = WaitForSignal(signals, engine, held, manager, status_page);
-    if (signal == SIGTERM || signal == SIGINT) _exit(128 + signal);
+    // Not a SIGHUP: a terminal that closes sends more than one.
+    if (signal != SIGTERM && signal != SIGINT) continue;
+    switch (stops.Another(ballast::SteadySeconds())) {
+      case ballast::server::StopSignals::Meaning::kSame:
+        break;
+      case ballast::server::StopSignals::Meaning::kWait:
+        spdlog::warn("signal {} again: it still drains or saves; a third one ends it unsaved",
+                     signal);
+        break;
+      case ballast::server::StopSignals::Meaning::kEnd:
+        _exit(128 + signal);
+    }
   }
   drain.join();
   return exit_code;
@@ -366,7 +394,8 @@ int main(int argc, char** argv) {
   }
   if (!flags->check_state.empty()) return ballast::server::CheckState(*flags);
   if (flags->check_config) {
-    std::puts("ballastd: the flags and the files that they name are good");
+    const std::string whose = flags->checked_as.empty() ? "" : " for the user " + flags->checked_as;
+    std::printf("ballastd: the flags and the files that they name are good%s\n", whose.c_str());
     return 0;
   }
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);
@@ -465,21 +494,22 @@ int main(int argc, char** argv) {
 
   (*manager)->Ready(listening);
   std::optional<int> exit_code;
+  std::string why_not;
   while (!exit_code.has_value()) {
     const int signal = WaitForSignal(signals, engine, held->get(), **manager, status_page);
     // Left of a drain whose end was seen before its signal was taken.
     if (signal == DrainedSignal()) continue;
     LogDrain(signal, engine, *flags);
     (*manager)->Saving("saving all jobs");
-    exit_code = DrainUntilASecondSignal(signals, engine, **server, *flags, **manager, status_page,
-                                        held->get());
+    exit_code = DrainUnlessGivenUp(signals, engine, **server, *flags, **manager, status_page,
+                                   held->get(), why_not);
     if (exit_code.has_value()) break;
-    // Not before the drain is over: until then a second signal ends the process at once.
+    // Not before the drain is over: until then another signal could end the process unsaved.
     spdlog::error(
         "the service does not stop, because that would lose what could not be saved: mend the "
         "cause, or save elsewhere (ballast save), or give it up (ballast close), and send the "
         "signal again");
-    (*manager)->StopRefused("not stopped: a job could not be saved");
+    (*manager)->StopRefused(absl::StrCat("not stopped, because not saved: ", why_not));
   }
   (*manager)->Stopping("stopped");
   spdlog::shutdown();

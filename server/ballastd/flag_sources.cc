@@ -46,8 +46,8 @@ const std::vector<Group>& Groups() {
        {"seal_deadline_seconds", "checkpoint_dir", "checkpoint_every", "checkpoint_keep",
         "drain_seconds"}},
       {"The process itself",
-       {"config", "check_config", "upgrade", "check_state", "log_level", "startup_benchmark",
-        "self_benchmark"}},
+       {"config", "check_config", "user", "upgrade", "check_state", "log_level",
+        "startup_benchmark", "self_benchmark"}},
   };
   return *groups;
 }

@@ -100,16 +100,19 @@ void ServiceManager::Ready(absl::string_view status) {
 
 void ServiceManager::Saving(absl::string_view status) {
   needs_time_ = true;
+  is_saving_ = true;
   Send(absl::StrCat("STATUS=", status));
   KeepAlive();
 }
 
 void ServiceManager::StopRefused(absl::string_view status) {
+  is_saving_ = false;
   Send(absl::StrCat("STATUS=", status));
   KeepAlive();
 }
 
 void ServiceManager::Stopping(absl::string_view status) {
+  is_saving_ = false;
   Send(absl::StrCat("STOPPING=1\nSTATUS=", status));
 }
 

@@ -32,13 +32,16 @@ class ServiceManager {
   // Each `status` is a line for people, in `systemctl status`.
   // The service answers.
   void Ready(absl::string_view status);
-  // It was asked to stop, and saves what it has. From now on KeepAlive also asks for more time: a manager that stops a
+  // It was asked to stop, and saves what it has; again when that is further. From now on KeepAlive also asks for more time: a manager that stops a
   // service ends it by force when its time is over, and does not take the stop back where the service refuses it.
   void Saving(absl::string_view status);
   // A job could not be saved, so it does not stop.
   void StopRefused(absl::string_view status);
   // It ends now. Not before that is certain: a manager does not take it back.
   void Stopping(absl::string_view status);
+
+  // Between Saving and what comes after it.
+  bool is_saving() const { return is_saving_; }
 
   // Call KeepAlive at least as often, from Ready to the end: the service is not stuck, and, after Saving, it needs more
   // time.
@@ -53,6 +56,7 @@ class ServiceManager {
 
   const FileDescriptor socket_;  // Connected; none without a manager.
   bool needs_time_ = false;      // Since Saving.
+  bool is_saving_ = false;
   absl::Duration keep_alive_interval_ = absl::Seconds(10);
 
   Mutex mutex_;

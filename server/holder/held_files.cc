@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -77,31 +78,34 @@ absl::StatusOr<std::unique_ptr<HeldFiles>> HeldFiles::OfHolder() {
     return absl::InternalError(
         absl::StrCat("the environment has ", kHolderVariable, ", which is not of a holder"));
   }
-  const auto& table = *static_cast<const HolderTable*>(mapped);
+  Table table(static_cast<const HolderTable*>(mapped));
   std::map<std::string, FileDescriptor> kept;
-  for (const HeldFile& file : table.files) {
+  for (const HeldFile& file : table->files) {
     if (file.descriptor == 0) continue;
     // The flag was taken away only for the start of this program (child_start.cc).
     fcntl(file.descriptor, F_SETFD, FD_CLOEXEC);
     kept.emplace(file.name, FileDescriptor(file.descriptor));
   }
-  const std::unique_ptr<void, void (*)(void*)> unmapped(
-      mapped, [](void* at) { munmap(at, sizeof(HolderTable)); });
   // Only the holder keeps it open: that is how upgrade.cc knows a holder.
   const FileDescriptor closed(table_file);
   fcntl(socket, F_SETFD, FD_CLOEXEC);
   // For ps and top. The parent alone is called ballastd: killall and pidof find it, and what it is
   // told it passes on.
   prctl(PR_SET_NAME, "ballastd-serve");
-  return std::unique_ptr<HeldFiles>(new HeldFiles(FileDescriptor(socket), table, std::move(kept)));
+  return std::unique_ptr<HeldFiles>(
+      new HeldFiles(FileDescriptor(socket), std::move(table), std::move(kept)));
 }
 
-HeldFiles::HeldFiles(FileDescriptor socket, const HolderTable& table,
-                     std::map<std::string, FileDescriptor> kept)
+void HeldFiles::Unmap::operator()(const HolderTable* table) const {
+  munmap(const_cast<HolderTable*>(table), sizeof(HolderTable));
+}
+
+HeldFiles::HeldFiles(FileDescriptor socket, Table table, std::map<std::string, FileDescriptor> kept)
     : socket_(std::move(socket)),
-      state_format_(table.state_format),
-      is_upgrade_(table.is_upgrade != 0),
-      deaths_(table.deaths),
+      table_(std::move(table)),
+      state_format_(table_->state_format),
+      is_upgrade_(table_->is_upgrade != 0),
+      deaths_(table_->deaths),
       kept_(std::move(kept)) {
   // The holder has them until they are dropped, so they count.
   for (const auto& [name, file] : kept_) held_.insert(name);
@@ -159,6 +163,12 @@ void HeldFiles::SayFormat() {
   // The later of the two formats: whoever takes over must read both.
   Send(socket_.number(), {.kind = HolderMessage::Kind::kReady,
                           .state_format = std::max(ready_format_, kept_format_)});
+}
+
+bool HeldFiles::TakeStop() {
+  auto& stops = const_cast<uint32_t&>(table_->stops);
+  const uint32_t now = std::atomic_ref<uint32_t>(stops).load(std::memory_order_acquire);
+  return std::exchange(stops_, now) != now;
 }
 
 void HeldFiles::StopRefused() {

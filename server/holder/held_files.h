@@ -37,20 +37,28 @@ class HeldFiles final : public FileKeeper {
   // The jobs that were left are served again, and kept in `state_format`, or in what KeptIn says. An
   // end before that counts as another one of a row.
   void Ready(uint32_t state_format);
+  // Whether the holder has passed on signals since the last call, however many. The signal does not
+  // show that: while one of its number is pending, the kernel drops it with its sender.
+  bool TakeStop();
   // It goes on, although it was asked to stop.
   void StopRefused();
   // Of a program that is tried (trial.h).
   void CanTakeOver();
 
  private:
-  HeldFiles(FileDescriptor socket, const HolderTable& table,
-            std::map<std::string, FileDescriptor> kept);
+  struct Unmap {
+    void operator()(const HolderTable* table) const;
+  };
+  using Table = std::unique_ptr<const HolderTable, Unmap>;
+  HeldFiles(FileDescriptor socket, Table table, std::map<std::string, FileDescriptor> kept);
   void SayFormat() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const FileDescriptor socket_;
+  const Table table_;
   const uint32_t state_format_;
   const bool is_upgrade_;
   const uint64_t deaths_;
+  uint32_t stops_ = 0;  // Of TakeStop's last call.
   Mutex mutex_;
   uint32_t ready_format_ ABSL_GUARDED_BY(mutex_) = 0;   // 0: it is not ready.
   uint32_t kept_format_ ABSL_GUARDED_BY(mutex_) = 0;    // Of KeptIn.

@@ -75,6 +75,7 @@ class Holder {
   // Until the child has ended; its status as of waitpid.
   int AwaitEnd();
   void ReadSignals();
+  void PassOn(int signal);
   void ReadMessages();
   void Keep(const HolderMessage& message, int descriptor);
   void Drop(const HolderMessage& message);
@@ -168,6 +169,7 @@ bool Holder::StartChild() {
   ready_at_ = 0;
   child_ended_ = false;
   table_->is_upgrade = upgrade_ == Upgrade::kStarting;
+  table_->stops = 0;
   child_ = StartHeldChild({.program = program_,
                            .argv = argv_,
                            .table = table_,
@@ -288,8 +290,13 @@ void Holder::ReadSignals() {
     if (socket_ >= 0) ReadMessages();
     stopping_ = number;
     // None is there in a pause, and kill takes 0 and -1 for many processes.
-    if (child_ > 0) kill(child_, number);
+    if (child_ > 0) PassOn(number);
   }
+}
+
+void Holder::PassOn(int signal) {
+  std::atomic_ref<uint32_t>(table_->stops).fetch_add(1, std::memory_order_release);
+  kill(child_, signal);
 }
 
 int Holder::AwaitEnd() {
@@ -400,11 +407,11 @@ int Holder::Run() {
       continue;
     }
     // The signal came while there was no child, or the child before was killed while it stopped.
-    if (stopping_ != 0) kill(child_, stopping_);
+    if (stopping_ != 0) PassOn(stopping_);
     const int status = AwaitEnd();
     const bool by_itself = WIFEXITED(status);
     // One that was killed may not have saved its jobs: it is started again, and gets the signal
-    // again. After a second SIGTERM the child ends by itself, with a code.
+    // again. One that gives up a save ends by itself, with a code.
     if (by_itself && stopping_ != 0) return WEXITSTATUS(status);
     // However it ended: by that SIGKILL, or otherwise just before.
     if (upgrade_ == Upgrade::kReplacing) {  // No death.

@@ -10,7 +10,7 @@
 namespace ballast::server {
 
 // Of everything in this file. A holder and a child of different ones do not work together.
-inline constexpr uint32_t kHolderProtocol = 2;
+inline constexpr uint32_t kHolderProtocol = 3;
 
 inline constexpr int kMostHeld = 16384;
 inline constexpr int kHeldNameBytes = 120;  // With a zero at its end.
@@ -27,6 +27,7 @@ struct HolderTable {
   // 0: none has been.
   uint32_t state_format;
   int32_t child;        // The process that serves, or will soon.
+  uint32_t stops;       // Signals that were passed on to it, each counted before it was sent.
   uint32_t is_upgrade;  // It has taken an earlier one's place, which had not died.
   // Rises when an upgrade is taken up, before its program is opened, and when it has ended, after what
   // is below was stored: odd while one is under way.

@@ -90,8 +90,8 @@ fi
 
 mkdir "$layer/root/packages"
 for package in ballastd ballast ballast-worker; do cp "$layer/packages/${package}"_*.deb "$layer/root/packages/"; done
-cp "$here/fresh_root_$check.sh" "$tree"/deploy/slurm/* "$layer/root/packages/"
-cp -r "$layer/page" "$tree/deploy/monitoring" "$layer/root/packages/"
+cp "$here/fresh_root_$check.sh" "$layer/root/packages/"
+cp -r "$layer/page" "$layer/root/packages/"
 cp /etc/resolv.conf "$layer/root/etc/resolv.conf"
 # What a person answers to apt-get, and as few packages as will do.
 printf '%s\n' 'APT::Get::Assume-Yes "true";' 'APT::Install-Recommends "false";' >"$layer/root/etc/apt/apt.conf.d/test"

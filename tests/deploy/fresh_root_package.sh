@@ -155,7 +155,10 @@ if systemctl restart ballastd 2>/dev/null; then fault "it started with a flag th
   fault "it is $(property ActiveState), exit code $(property ExecMainStatus)"
 journalctl --unit=ballastd --output=cat | grep -q "flag --memory-limit: bad value 'lots'" || fault "the journal does not say why"
 sed -i 's/^memory-limit = lots/memory-limit = 1GiB/' $config
-ballastd --config=$config --check-config >/dev/null || fault "--check-config refuses it"
+ballastd --config=$config --check-config | grep -q 'for the user ballast$' || fault "--check-config refuses it"
+chmod 600 $config
+if ballastd --config=$config --check-config 2>/dev/null; then fault "--check-config takes what only root can read"; fi
+chmod 644 $config
 systemctl restart ballastd
 journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.0 GiB' || fault "the flag is not in force"
 
@@ -167,7 +170,7 @@ install -d -m 700 -o trainer /tmp/trainer
 page 4 root /tmp/authority
 cp /tmp/authority/{ca.pem,gpu1.example.pem,gpu1.example.key} /tmp/host/
 cp /tmp/authority/{ca.pem,trainer.pem,trainer.key} /tmp/trainer/
-cp -r /tmp/authority/{ca.pem,prometheus.pem,prometheus.key} /packages/monitoring /tmp/watch/
+cp -r /tmp/authority/{ca.pem,prometheus.pem,prometheus.key} /usr/share/ballast/monitoring /tmp/watch/
 chown trainer /tmp/trainer/*
 page 5 root /tmp/host
 [[ $(property StatusText) == "listening on 0.0.0.0:7070, $socket" ]] || fault "its status is '$(property StatusText)'"
@@ -199,4 +202,5 @@ systemctl stop ballastd
 echo "9. it leaves, and checkpoints stay"
 DEBIAN_FRONTEND=noninteractive apt-get -q purge --yes ballastd >/tmp/purge.log 2>&1 || fault "purge: $(tail -n1 /tmp/purge.log)"
 [[ ! -e /usr/bin/ballastd && ! -e /run/ballast && -e ${saved[0]} ]] || fault "what is left is wrong"
-grep -q 'with all checkpoints, is left' /tmp/purge.log || fault "it does not say what it leaves"
+grep -q '/var/lib/ballast is left' /tmp/purge.log || fault "it does not say what it leaves: $(cat /tmp/purge.log)"
+grep -q '/etc/ballast is left' /tmp/purge.log || fault "it does not say that it leaves keys: $(cat /tmp/purge.log)"

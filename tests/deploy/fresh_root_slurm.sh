@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What fresh_root.sh --check slurm runs: deploy/slurm/train.sbatch on a Slurm of this machine alone. A training from its
-# beginning to its end; and one that is stopped on its way, queued again, and ends with the same bits. Ends at the first
-# thing that is not as it should be.
+# beginning to its end; one that is stopped on its way, queued again, and ends with the same bits; and others that Slurm stops.
+# Ends at the first thing that is not as it should be.
 set -euo pipefail
 
 fault() {
@@ -39,6 +39,7 @@ SlurmdLogFile=/var/log/slurm/slurmd.log
 ReturnToService=2
 MailProg=/bin/true
 SchedulerParameters=requeue_delay=1
+SlurmctldParameters=preempt_send_user_signal
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 CONF
@@ -59,7 +60,7 @@ submit() { # NAME FLAGS...
   local name=$1
   shift
   as trainer sbatch --parsable --job-name="$name" --ntasks=2 --overcommit \
-    --output="/tmp/runs/$name.out" /packages/train.sbatch ballast-worker "${model[@]}" "$@"
+    --output="/tmp/runs/$name.out" /usr/share/ballast/slurm/train.sbatch ballast-worker "${model[@]}" "$@"
 }
 local_run() { # STEPS: the same with an optimizer in the ranks.
   local rank pids=()
@@ -100,7 +101,26 @@ local_run 400
 cmp ballast-long/weights.bin /tmp/local-400/weights.bin || fault "the weights differ after the restart"
 echo "   stopped at step $saved of 400"
 
-echo "4. a rank that fails fails the job, and what the service had is saved"
+echo "4. scancel and scontrol requeue save, also a job whose save takes longer than its signals are apart"
+for how in scancel "scontrol requeue"; do
+  for size in small large; do
+    flags=("${model[@]}")
+    [[ $size == small ]] || flags=(--layers=12 --width=768 --heads=12 --context=32 --batch=1) # 85 million parameters.
+    name=${how%% *}-$size
+    job=$(as trainer sbatch --parsable --job-name="$name" --ntasks=2 --overcommit --output="/tmp/runs/$name.out" \
+      /usr/share/ballast/slurm/train.sbatch ballast-worker --steps=100000 "${flags[@]}")
+    await 120 "the training did not begin" grep -q '^step 2/' "ballast-$name/rank-0.log"
+    $how "$job"
+    await 60 "$how of $name did not save" grep -q 'stopped and saved' "$name.out"
+    grep -q "saved job $name at step" "ballast-$name/ballastd.log" || fault "$name was not saved"
+    if grep -q 'train.sbatch: the service' "$name.out"; then fault "$how of $name: $(cat "$name.out")"; fi
+    scancel --full --signal=KILL "$job" || true
+    scancel "$job" || true
+    await 60 "job $job does not end" bash -c "! squeue --noheader --job=$job 2>/dev/null | grep -q ."
+  done
+done
+
+echo "5. a rank that fails fails the job, and what the service had is saved"
 job=$(submit wrong --steps=10 --nonsense)
 await 60 "job $job did not fail" over "$job" FAILED
 grep -q 'a rank ended with' wrong.out || fault "it does not say why"

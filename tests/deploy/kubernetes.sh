@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# deploy/kubernetes against the schemas of the API, strictly: a field that does not exist is an error. Not one of
-# ctest's: it takes a package with all schemas, 23 MB, from PyPI.
+# deploy/kubernetes against the schemas of the API, and of Prometheus's operator, strictly: a field that does not exist is an
+# error. Not one of ctest's: it takes packages with all schemas, 25 MB, from PyPI.
 #
 #   tests/deploy/kubernetes.sh [VERSION ...]      versions of Kubernetes (default: the oldest and newest of interest)
 set -euo pipefail
@@ -15,12 +15,29 @@ versions=("$@")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 python3 -m venv "$scratch/venv"
-"$scratch/venv/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0 ||
-  fail "pip failed; the lines above say why"
+"$scratch/venv/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0 \
+  cloudcoil-models-prometheus-operator==0.80.1.0 || fail "pip failed; the lines above say why"
 validate() { "$scratch/venv/bin/kubernetes-validate" --strict --kubernetes-version "$@"; }
 
+# The models leave out what they do not know.
+cat >"$scratch/pod_monitor.py" <<'PYTHON'
+import sys, yaml
+from cloudcoil.models.prometheus_operator import v1
+given = yaml.safe_load(open(sys.argv[1]))
+known = v1.PodMonitor.model_validate(given).model_dump(mode="json", by_alias=True, exclude_unset=True)
+sys.exit(known != given)
+PYTHON
+pod_monitor() { "$scratch/venv/bin/python" "$scratch/pod_monitor.py" "$1"; }
+pod_monitor podmonitor.yaml || fail "Prometheus's operator knows no such PodMonitor"
+for mistake in 's/scheme: https/schema: https/' 's/scheme: https/scheme: tls/' 's/keySecret:/key:/' 's/jobLabel: .*/jobLabel: {}/'; do
+  sed "$mistake" podmonitor.yaml >"$scratch/mistake.yaml"
+  if pod_monitor "$scratch/mistake.yaml" >/dev/null 2>&1; then fail "$mistake passed"; fi
+done
+echo "kubernetes.sh: Prometheus's operator takes podmonitor.yaml"
+
+own=(ballast.yaml training.yaml) # Of kinds that are the API's own.
 for version in "${versions[@]}"; do
-  validate "$version" ./*.yaml || fail "Kubernetes $version refuses what the lines above name"
+  validate "$version" "${own[@]}" || fail "Kubernetes $version refuses what the lines above name"
   # The other lines for huge pages, which are comments.
   sed -E '/^ +# .*[Hh]uge[Pp]ages-2Mi/{s/# //;n;d}' ballast.yaml >"$scratch/huge.yaml"
   [[ $(grep -ci '^[^#]*hugepages-2Mi' "$scratch/huge.yaml") == 2 ]] || fail "the lines for huge pages are not there"
@@ -30,5 +47,5 @@ for version in "${versions[@]}"; do
     sed "$mistake" ballast.yaml >"$scratch/mistake.yaml"
     if validate "$version" "$scratch/mistake.yaml" >/dev/null 2>&1; then fail "$mistake passed"; fi
   done
-  echo "kubernetes.sh: $version takes" ./*.yaml
+  echo "kubernetes.sh: $version takes ${own[*]}"
 done

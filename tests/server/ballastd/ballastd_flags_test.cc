@@ -1,5 +1,6 @@
 // The binary's flags, configuration and access, and what it says in one line where they will not do.
 #include <gmock/gmock.h>
+#include <pwd.h>
 #include <sched.h>
 #include <signal.h>
 #include <unistd.h>
@@ -126,6 +127,9 @@ class BallastdAccessTest : public testing::Test {
         {"--listen=127.0.0.1:0", "--tls-cert=" + File(certificate), "--tls-key=" + File(key)});
   }
 
+  // As --user takes it.
+  static std::string Self() { return std::to_string(geteuid()); }
+
   const std::string folder_;
 };
 
@@ -185,7 +189,7 @@ TEST_F(BallastdAccessTest, TakesFlagsFromAFileTheEnvironmentAndTheCommandLine) {
 TEST_F(BallastdAccessTest, ChecksItsConfiguration) {
   const auto error_of = [&](const std::string& contents) {
     WritePrivateFile(File("config"), contents);
-    return ErrorOf({"--check-config", "--config=" + File("config")});
+    return ErrorOf({"--check-config", "--user=" + Self(), "--config=" + File("config")});
   };
   EXPECT_THAT(error_of("memroy-limit = 1GiB\n"),
               HasSubstr("line 1: there is no key 'memroy-limit'; did you mean memory-limit?"));
@@ -196,10 +200,47 @@ TEST_F(BallastdAccessTest, ChecksItsConfiguration) {
   EXPECT_THAT(ErrorOf({"--config=" + File("gone")}), HasSubstr("cannot be read"));
   WritePrivateFile(File("config"), "threads = 1\nlisten = unix:" + File("socket") +
                                        "\nroles-file = " + File("roles") + "\n");
-  Ballastd service(BALLASTD_PATH, {"--check-config", "--config=" + File("config")});
+  Ballastd service(BALLASTD_PATH,
+                   {"--check-config", "--user=" + Self(), "--config=" + File("config")});
   EXPECT_EQ(service.Address(), "");
   EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
   EXPECT_FALSE(std::filesystem::exists(File("socket")));
+}
+
+TEST_F(BallastdAccessTest, ChecksItsConfigurationAsTheUserThatItRunsAs) {
+  EXPECT_THAT(ErrorOf({"--check-config", "--user=nosuchuser"}), HasSubstr("there is no user"));
+  EXPECT_THAT(ErrorOf({"--user=nobody"}), HasSubstr("only with --check-config"));
+  if (geteuid() != 0) GTEST_SKIP() << "only root becomes another user";
+  const passwd* const nobody = getpwnam("nobody");
+  ASSERT_NE(nobody, nullptr);
+  const auto check = [&](const std::string& user, const std::string& flag) {
+    Process process({BALLASTD_PATH, "--check-config", "--user=" + user, "--listen=127.0.0.1:0",
+                     "--tls-cert=" + File("good.pem"), "--tls-key=" + File("good.key"), flag});
+    return std::pair(process.ExitCode(), process.Output() + process.Errors());
+  };
+  const auto refused = [&](const std::string& what) {
+    return testing::Pair(2, AllOf(HasSubstr("as the user nobody: "), HasSubstr(what)));
+  };
+  const auto is_good = testing::Pair(0, HasSubstr("are good"));
+  std::filesystem::permissions(File("good.pem"), std::filesystem::perms(0644));
+  const std::string roles = "--roles-file=" + File("roles");
+  EXPECT_THAT(check(Self(), roles), is_good);
+  EXPECT_THAT(check("nobody", roles), refused("good.key cannot be read: Permission denied"));
+  ASSERT_EQ(chown(File("good.key").c_str(), 0, nobody->pw_gid), 0);
+  std::filesystem::permissions(File("good.key"), std::filesystem::perms(0640));
+  EXPECT_THAT(check("nobody", roles), refused("roles cannot be read: Permission denied"));
+  // Of what it does not write to while it checks, too.
+  const std::string mine = "--checkpoint-dir=" + File("mine");
+  EXPECT_THAT(check("nobody", mine), refused("mine cannot be made in " + folder_));
+  std::filesystem::create_directory(File("mine"));
+  EXPECT_THAT(check("nobody", mine), refused("Permission denied"));
+  ASSERT_EQ(chown(File("mine").c_str(), nobody->pw_uid, nobody->pw_gid), 0);
+  EXPECT_THAT(check("nobody", mine), is_good);
+  EXPECT_THAT(check("nobody", "--checkpoint-dir=" + File("mine/new")), is_good);
+  EXPECT_FALSE(std::filesystem::exists(File("mine/new")));
+  WritePrivateFile(File("config"), "threads = 1\n");
+  EXPECT_THAT(check("nobody", "--config=" + File("config")),
+              refused("config cannot be read: Permission denied"));
 }
 
 TEST(Ballastd, MeasuresItsHostAndExits) {

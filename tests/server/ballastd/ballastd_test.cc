@@ -664,7 +664,48 @@ TEST(Ballastd, AbortsAStepThatDoesNotEndInTimeAndSavesTheOneBeforeOnSigterm) {
   std::filesystem::remove_all(checkpoints);
 }
 
-TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
+// As under Slurm, which signals every process of a job, and then the job's script does.
+TEST(Ballastd, SavesAlthoughOneStopComesSeveralTimes) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_again_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=100000",
+                                   "--checkpoint-dir=" + checkpoints});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  Worker one(address, "one");
+  one.BeginAndWait(1);
+  service.Signal(SIGTERM);
+  WaitUntilItDrains(address);
+  kill(ChildOf(service.pid()), SIGTERM);
+  service.Signal(SIGTERM);
+  one.EndStep(1);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  std::filesystem::remove_all(checkpoints);
+}
+
+// While a signal is pending, the kernel drops another one of its number, with who sent it.
+TEST(Ballastd, StopsForASignalOfItsParentThatCameBehindAnothers) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_merge_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
+  CreateJob(service.Address(), "one");
+  const pid_t child = ChildOf(service.pid());
+  kill(child, SIGSTOP);
+  kill(child, SIGTERM);
+  service.Signal(SIGTERM);
+  // It has been passed on once the parent sleeps, and has it no more.
+  const auto is_passed_on = [&] {
+    const std::string status = ReadFile(absl::StrCat("/proc/", service.pid(), "/status"));
+    return status.find("State:\tS") != std::string::npos &&
+           status.find("ShdPnd:\t0000000000000000") != std::string::npos;
+  };
+  while (!is_passed_on()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  kill(child, SIGCONT);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 0);
+  std::filesystem::remove_all(checkpoints);
+}
+
+TEST(Ballastd, EndsUnsavedOnceItIsToldToAgainAndAgain) {
   Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=100000"});
   const std::string address = service.Address();
   CreateJob(address, "one");
@@ -673,8 +714,12 @@ TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
 
   service.Signal(SIGTERM);
   WaitUntilItDrains(address);
-  service.Signal(SIGINT);
+  while (service.IsRunning()) {
+    service.Signal(SIGINT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
   EXPECT_EQ(service.ExitCode(), 128 + SIGINT) << service.Errors();
+  EXPECT_THAT(service.Errors(), HasSubstr("a third one ends it unsaved"));
 }
 
 v1::Job GetJob(const std::string& address, const std::string& name) {
