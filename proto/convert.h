@@ -7,8 +7,8 @@
 #include "absl/status/statusor.h"
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
-#include "cpu_optimizer_service/common/rank_report.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast::proto {

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optimizer_service/common/history/job_history.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/step_record.h"
-#include "cpu_optimizer_service/job/job_history.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
 
 namespace ballast {

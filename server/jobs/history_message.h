@@ -3,7 +3,7 @@
 #define BALLAST_SERVER_JOBS_HISTORY_MESSAGE_H_
 
 #include "ballast/v1/ballast.pb.h"
-#include "cpu_optimizer_service/job/job_history.h"
+#include "cpu_optimizer_service/common/history/job_history.h"
 
 namespace ballast::server {
 

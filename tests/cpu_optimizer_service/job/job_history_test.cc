@@ -1,5 +1,5 @@
 // The history of a job: what it keeps, what it thins, and that it moves nothing of the job.
-#include "cpu_optimizer_service/job/job_history.h"
+#include "cpu_optimizer_service/common/history/job_history.h"
 
 #include <gtest/gtest.h>
 
@@ -63,15 +63,15 @@ TEST(JobHistory, KeepsTheLastSteps) {
 
 TEST(JobHistory, ThinsOlderStepsAndLosesNoSpike) {
   JobHistory history(TwoGroups());
-  constexpr uint64_t kSteps = 200'000;
-  constexpr uint64_t kSpike = 54'321;
-  constexpr uint64_t kSkip = 77'777;
+  constexpr uint64_t kSteps = 50'000;
+  constexpr uint64_t kSpike = 12'345;
+  constexpr uint64_t kSkip = 30'123;
   for (uint64_t step = 1; step <= kSteps; ++step) {
     history.Add(Record(step, step == kSpike ? 900 : step == kSkip ? kInfinity : 1), {});
   }
   const HistoryView view = history.Read({});
   ExpectTiled(view, 1, kSteps);
-  // 128 of 2 steps, 128 of 4, ...: seven or eight levels.
+  // 128 of 2 steps, 128 of 4, and so on: 128 (2 + 4 + ... + 256) are more.
   EXPECT_LE(view.entries.size(), kWhole + 8 * 128);
   uint64_t steps = 0;
   for (size_t i = 0; i < view.entries.size(); ++i) {
@@ -90,7 +90,7 @@ TEST(JobHistory, ThinsOlderStepsAndLosesNoSpike) {
   }
   EXPECT_EQ(steps, kSteps);
   ASSERT_EQ(view.skips.size(), 1u);
-  EXPECT_EQ(view.skips[0].reason, "step 77777");
+  EXPECT_EQ(view.skips[0].reason, "step 30123");
 }
 
 TEST(JobHistory, JoinsNeighboursForWhoCanShowFewEntries) {

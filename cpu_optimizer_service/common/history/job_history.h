@@ -8,8 +8,8 @@
 // At most 4 bytes for each column of a whole entry and 20 for each of another one: with all
 // kMostColumns 0.2 MB, and 0.12 MB more whenever the job has made twice as many steps (1.4 MB after
 // a million). Memory dies with the process.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_HISTORY_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_HISTORY_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_JOB_HISTORY_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_JOB_HISTORY_H_
 
 #include <array>
 #include <chrono>
@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
-#include "cpu_optimizer_service/common/rank_report.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
@@ -160,4 +160,4 @@ class JobHistory {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_HISTORY_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_JOB_HISTORY_H_

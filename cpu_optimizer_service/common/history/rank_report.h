@@ -1,6 +1,6 @@
 // What a rank tells of a step, for people who look at the job: nothing is decided by it.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RANK_REPORT_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RANK_REPORT_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_RANK_REPORT_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_RANK_REPORT_H_
 
 #include <cstddef>
 #include <map>
@@ -37,4 +37,4 @@ absl::Status CheckReport(const RankReport& report);
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RANK_REPORT_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_RANK_REPORT_H_

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/job_history.h"
+#include "cpu_optimizer_service/common/history/job_history.h"
 
 #include <algorithm>
 #include <cmath>
@@ -237,6 +237,7 @@ size_t JobHistory::ColumnOf(const std::string& name, uint64_t step) {
 
 HistoryEntry JobHistory::EntryOf(const Whole& whole) {
   HistoryEntry entry = whole.head;
+  entry.cells.reserve(whole.values.size());
   for (const float value : whole.values) {
     HistoryCell& cell = entry.cells.emplace_back();
     if (std::isnan(value)) continue;

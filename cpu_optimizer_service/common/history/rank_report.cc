@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/rank_report.h"
+#include "cpu_optimizer_service/common/history/rank_report.h"
 
 #include <algorithm>
 
