@@ -240,6 +240,7 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
   if (index.last_step.has_value()) {
     const StepRecord last = LastRecord(index);
     record_.history.Replace(&last);
+    history_.AddEarlier(last);
   } else {
     record_.history.Replace(nullptr);
   }

@@ -4,6 +4,7 @@ import { ask } from "./service.js";
 
 const ENTRIES = 400; // As many as a chart has room for.
 const SETTLED_MS = 15000; // Steps that are over change only as they are thinned.
+const JOINED_MS = 3000; // Where an entry is of several steps, the next step moves little.
 
 const value = (number) => (Number.isFinite(Number(number)) ? Number(number) : null);
 
@@ -65,8 +66,9 @@ export class Window {
 
   async load(committed) {
     const { latest, first, last } = this.range;
-    const settled = last !== undefined && last < committed;
-    if (settled && performance.now() - this.asked < SETTLED_MS) return;
+    const joined = this.history.last.some((end, i) => end > this.history.first[i]);
+    const patience = last !== undefined && last < committed ? SETTLED_MS : joined ? JOINED_MS : 0;
+    if (this.asked > 0 && performance.now() - this.asked < patience) return;
     const range = this.range;
     const query = latest !== undefined ? { first: Math.max(1, committed - latest + 1) } : first !== undefined ? { first, last } : {};
     const answer = await ask("/api/history", { job: this.job, entries: ENTRIES, ...query });
