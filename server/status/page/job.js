@@ -193,12 +193,12 @@ export class JobView {
 
   async update(job) {
     if (!this.begun) this.begin();
+    await this.steps.update(job); // The head has the last step's numbers.
     morph(this.head, this.headOf(job));
     morph(this.ranks, ranks(job));
     morph(this.memory, memory(job));
     morph(this.groups, groups(job));
     morph(this.checkpoints, checkpoints(job));
-    await this.steps.update(job);
   }
 
   headOf(job) {
