@@ -43,7 +43,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 6
+#define BALLAST_API_VERSION 7
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -437,6 +437,16 @@ int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_ste
 int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
                                size_t count);
 
+/* For people who look at the job, in its history, its metrics and on the page: a named number of the
+ * step that is sealed, or voted on, next. At most 16 names of 1 to 64 letters, digits, '.', '_', '/'
+ * and '-'; any value, NaN too. Nothing is decided by it, and of ranks that report any the lowest
+ * counts. Since version 7, as the next. */
+int32_t ballast_report_number(ballast_session* session, const char* name, double value);
+/* Where this rank's time went from its last seal, or its start, to the next one: forward, backward and
+ * whatever else it did; waiting for collectives among ranks; giving gradients to the service; waiting
+ * for the decision and the weights. Shown of the rank that computed longest. */
+int32_t ballast_report_seconds(ballast_session* session, double compute, double reduce, double send,
+                               double wait);
 /* Nothing more comes for this step from this rank; waits for all ranks, and returns the norm:
  * nothing is decided. group_norms, which may be null, takes one for each group. FAILED_PRECONDITION:
  * the step is not whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open

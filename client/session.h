@@ -66,6 +66,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/step_record.h"
@@ -265,6 +266,13 @@ class Session {
   // waits returns CANCELLED, and so does what is pushed, sealed or voted after it. From any thread.
   virtual void EndPushes() = 0;
   virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
+  // For people who look at the job: what goes with the next Seal or Vote, beside what was reported
+  // before; of a step that was sealed nothing is left at the next BeginStep. Nothing is decided by
+  // it, ranks need not report the same, and of those that report numbers the lowest counts. A number
+  // of the same name, and other seconds, take the place of earlier ones. INVALID_ARGUMENT, and
+  // nothing is kept: a name has other than 1 to 64 letters, digits, '.', '_', '/' and '-', or there
+  // would be more than 16.
+  virtual absl::Status Report(const RankReport& report) = 0;
   // FAILED_PRECONDITION: the seal was refused and the step is still open; the message names worker,
   // micro-step and parameters. Send what is missing and seal again. DEADLINE_EXCEEDED names the
   // ranks that have not sealed; this rank's seal stays, and another Seal waits further.

@@ -167,6 +167,31 @@ Clipping FromProto(const v1::Clipping& clipping) {
           .multipliers = {clipping.multipliers().begin(), clipping.multipliers().end()}};
 }
 
+v1::RankReport ToProto(const RankReport& report) {
+  v1::RankReport out;
+  out.mutable_numbers()->insert(report.numbers.begin(), report.numbers.end());
+  if (report.seconds.has_value()) {
+    v1::RankSeconds& seconds = *out.mutable_seconds();
+    seconds.set_compute(report.seconds->compute);
+    seconds.set_reduce(report.seconds->reduce);
+    seconds.set_send(report.seconds->send);
+    seconds.set_wait(report.seconds->wait);
+  }
+  return out;
+}
+
+RankReport FromProto(const v1::RankReport& report) {
+  RankReport out;
+  out.numbers.insert(report.numbers().begin(), report.numbers().end());
+  if (report.has_seconds()) {
+    out.seconds = {.compute = report.seconds().compute(),
+                   .reduce = report.seconds().reduce(),
+                   .send = report.seconds().send(),
+                   .wait = report.seconds().wait()};
+  }
+  return out;
+}
+
 v1::Generation ToProto(const Generation& generation) {
   v1::Generation out;
   out.set_epoch(generation.epoch);

@@ -7,6 +7,7 @@
 #include "absl/status/statusor.h"
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
@@ -27,6 +28,9 @@ absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParame
 
 v1::Clipping ToProto(const Clipping& clipping);
 Clipping FromProto(const v1::Clipping& clipping);
+
+v1::RankReport ToProto(const RankReport& report);
+RankReport FromProto(const v1::RankReport& report);
 
 v1::Generation ToProto(const Generation& generation);
 Generation FromProto(const v1::Generation& generation);

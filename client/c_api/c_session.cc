@@ -502,6 +502,25 @@ int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, co
   });
 }
 
+int32_t ballast_report_number(ballast_session* session, const char* name, double value) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(name, "name"));
+    return session->session->Report({.numbers = {{name, value}}, .seconds = std::nullopt});
+  });
+}
+
+int32_t ballast_report_seconds(ballast_session* session, double compute, double reduce, double send,
+                               double wait) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    return session->session->Report(
+        {.numbers = {},
+         .seconds = ballast::RankSeconds{
+             .compute = compute, .reduce = reduce, .send = send, .wait = wait}});
+  });
+}
+
 int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_norm* norm,
                      double* group_norms, size_t group_count) {
   return CCall([&]() -> absl::Status {

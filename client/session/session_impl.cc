@@ -281,6 +281,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   // another thread may receive them before Send returns.
   progress_.Begin(step);
   guesses_ = false;
+  if (std::exchange(reported_, false)) report_ = {};
   places_.FreeAll();  // The previous step is over, so the service reads none of its gradients.
   return log_.Send(std::move(request));
 }
@@ -389,6 +390,22 @@ absl::Status SessionImpl::CheckVote(const StepVote& vote) const {
   return Annotate(Validate(vote.clipping, static_cast<int>(options_.job.groups.size())), Context());
 }
 
+absl::Status SessionImpl::Report(const RankReport& report) {
+  RankReport all = report_;
+  for (const auto& [name, value] : report.numbers) all.numbers[name] = value;
+  if (report.seconds.has_value()) all.seconds = report.seconds;
+  BALLAST_RETURN_IF_ERROR(CheckReport(all));
+  report_ = std::move(all);
+  return absl::OkStatus();
+}
+
+template <typename Message>
+void SessionImpl::AddReport(Message& message) {
+  if (report_.empty()) return;
+  *message.mutable_report() = proto::ToProto(report_);
+  reported_ = true;
+}
+
 absl::Status SessionImpl::SendSeal(uint32_t micro_steps, const StepVote* vote) {
   v1::TrainRequest request;
   v1::Seal& seal = *request.mutable_seal();
@@ -396,6 +413,7 @@ absl::Status SessionImpl::SendSeal(uint32_t micro_steps, const StepVote* vote) {
   seal.set_attempt(progress_.at().attempt);
   seal.set_micro_steps(micro_steps);
   if (vote != nullptr) *seal.mutable_vote() = ToMessage(*vote);
+  AddReport(seal);
   return log_.Send(std::move(request));
 }
 
@@ -404,6 +422,7 @@ absl::Status SessionImpl::SendVote(const StepVote& vote) {
   request.mutable_vote()->set_step(progress_.at().step);
   request.mutable_vote()->set_attempt(progress_.at().attempt);
   *request.mutable_vote()->mutable_vote() = ToMessage(vote);
+  AddReport(*request.mutable_vote());
   return log_.Send(std::move(request));
 }
 

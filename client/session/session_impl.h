@@ -55,6 +55,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status Push(GradientPush push) override;
   void EndPushes() override;
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
+  absl::Status Report(const RankReport& report) override;
   absl::StatusOr<StepNorm> Seal(uint32_t micro_steps) override;
   absl::StatusOr<StepDecision> Vote(const StepVote& vote) override;
   absl::StatusOr<StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override;
@@ -131,6 +132,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status CheckBetweenSteps(const char* call) const;
   absl::Status CheckPush(const GradientPush& push, StepAttempt at) const;
   absl::Status CheckVote(const StepVote& vote) const;
+  template <typename Message>
+  void AddReport(Message& message);  // To a seal or a vote, if there is one.
   absl::Status SendSeal(uint32_t micro_steps, const StepVote* vote);
   absl::Status SendVote(const StepVote& vote);
   absl::StatusOr<StepDecision> AwaitDecision();
@@ -152,6 +155,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // Used by the trainer's thread only.
   bool awaiting_weights_ = false;
   double update_seconds_ = 0;
+  RankReport report_;
+  bool reported_ = false;  // A seal or a vote had it.
 
   GradientPlaces places_;
 

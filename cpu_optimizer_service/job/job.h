@@ -94,6 +94,8 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual const Layout& layout() const = 0;
   virtual const std::string& uid() const = 0;
   virtual JobStatus Status() const = 0;
+  // What the decided steps were like (job_history.h). Does not take the job's lock.
+  virtual HistoryView History(const HistoryQuery& query) const = 0;
   // Where it is, as attaching returns it. Cheap, which Status is not: that copies all there is.
   virtual Attachment Position() const = 0;
 

@@ -247,6 +247,8 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   plan.vote = sealed.vote();
   plan.micro_steps = sealed.micro_steps();
   plan.coverage_complete = ledger_.IsWhole(plan.micro_steps);
+  history_.SetGroupNorms(plan.terms.step,
+                         GroupNorms(*sealed.group_sums(), plan.terms.settings.scale));
   plan.update = std::move(draft.update);
   if (draft.outcome.decision.apply) bounds_ = std::move(draft.bounds);
   // No stream is opened before the commit (kOpenStream), so these are all that are to be told.
@@ -465,6 +467,9 @@ void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
                        .abandoned = !decided.vote.apply,
                        .hyper_parameters = std::move(decided.hyper_parameters)},
                       decided.coverage_complete);
+  history_.Add(record_.history.recent_steps.back(),
+               {.job_bytes = need_.total_bytes() + RankMemoryBytesNow(),
+                .service_bytes = environment_.budget->used_bytes()});
   record_.last_vote = std::move(decided.vote);
   if (kept_ != nullptr) kept_->FreeLeftSumLanes();
   record_.decision.reset();

@@ -51,6 +51,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       layout_(std::move(layout)),
       environment_(environment),
       need_(NeedOf(identity_.spec, layout_)),
+      history_(identity_.spec),
       tasks_(*environment_.tasks),
       stream_calls_(layout_.world_size()),
       gate_(layout_.world_size()),

@@ -109,6 +109,7 @@ class JobImpl : public Job {
   const Layout& layout() const override { return layout_; }
   const std::string& uid() const override { return identity_.uid; }
   JobStatus Status() const override;
+  HistoryView History(const HistoryQuery& query) const override { return history_.Read(query); }
   Attachment Position() const override;
   Pending Attach(AttachRequest request, Done<Attachment> done) override;
   Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
@@ -286,6 +287,7 @@ class JobImpl : public Job {
   absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, StepAttempt at,
                                                   uint32_t micro_steps,
                                                   const std::optional<StepVote>& vote);
+  absl::Status Report(const StreamKey& key, StepAttempt at, const RankReport& report);
   absl::Status Vote(const StreamKey& key, StepAttempt at, const StepVote& vote);
   // The step is sealed and its norm known. The last vote begins the decision, or voids all votes.
   absl::Status TakeVote(SealedStep& sealed, int rank, const StepVote& vote)
@@ -447,6 +449,7 @@ class JobImpl : public Job {
   void UndoNow(Done<uint64_t> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- job_status.cc
+  int64_t RankMemoryBytesNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   RankProgress ProgressOf(int rank, const RankInStep* state) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -517,6 +520,7 @@ class JobImpl : public Job {
   std::shared_ptr<WeightBufferPool> weight_buffers_;
   TraceRecorder trace_;
   TrafficCounter traffic_;
+  JobHistory history_;
   TaskQueue tasks_;  // All of the job's own.
   StreamCalls stream_calls_;
 

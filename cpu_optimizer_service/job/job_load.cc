@@ -236,9 +236,11 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
   save_schedule_.SavedAt(index.step, Clock::now());
   record_.resumed_uid = index.uid;
   record_.trainer_state = index.trainer_state;
+  history_.Clear();
   if (index.last_step.has_value()) {
     const StepRecord last = LastRecord(index);
     record_.history.Replace(&last);
+    history_.AddEarlier(last);
   } else {
     record_.history.Replace(nullptr);
   }
@@ -312,6 +314,7 @@ void JobImpl::UndoNow(Done<uint64_t> done) {
   record_.update_counts = std::move(previous.update_counts);
   record_.trainer_state = std::move(previous.trainer_state);
   record_.history.Undo();
+  history_.Undo();
   record_.last_vote = {};
   save_schedule_.GoBackTo(step);
   const bool applied = previous.applied;

@@ -43,6 +43,9 @@ class JobImpl::Stream : public RankStream {
                                                   const std::optional<StepVote>& vote) override {
     return job_->Answered([&] { return job_->Seal(key_, at, micro_steps, vote); });
   }
+  absl::Status Report(StepAttempt at, const RankReport& report) override {
+    return job_->Answered([&] { return job_->Report(key_, at, report); });
+  }
   absl::Status Vote(StepAttempt at, const StepVote& vote) override {
     return job_->Answered([&] { return job_->Vote(key_, at, vote); });
   }

@@ -178,6 +178,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
         ranks.size() != static_cast<size_t>(ranks_.size())) {
       return absl::DataLossError("its record is not of its description");
     }
+    for (const StepRecord& step : record_.history.recent_steps) history_.AddEarlier(step);
     // Ranks that come back may not have been told yet that the step was skipped.
     if (const auto& steps = record_.history.recent_steps;
         !steps.empty() && steps.back().outcome.step == record_.committed_step &&

@@ -33,6 +33,7 @@ JobStatus JobImpl::Status() const {
   status.gate = gate_.ToString();
   status.recent_steps.assign(record_.history.recent_steps.begin(),
                              record_.history.recent_steps.end());
+  status.latest = history_.Latest();
   status.trainer_state = record_.trainer_state;
   status.resumed_uid = record_.resumed_uid;
   status.hyper_parameters = record_.hyper_parameters;
@@ -68,12 +69,20 @@ JobStatus JobImpl::Status() const {
   }
   if (gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
   for (int rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
     status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
   }
+  status.rank_memory_bytes = RankMemoryBytesNow();
   status.saves = SavesUnderWay();
   status.save_counts = save_counts_;
   return status;
+}
+
+int64_t JobImpl::RankMemoryBytesNow() const {
+  int64_t bytes = 0;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].memory != nullptr) bytes += ranks_[rank].memory_bytes;
+  }
+  return bytes;
 }
 
 RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {

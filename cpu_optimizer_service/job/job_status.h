@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optimizer_service/common/history/job_history.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/step_record.h"
@@ -99,6 +100,7 @@ struct JobStatus {
   std::vector<RankProgress> ranks;
   std::vector<SaveProgress> saves;                // Oldest first.
   std::vector<StepRecord> recent_steps;           // Oldest first, a bounded number.
+  LatestReports latest;                           // Of the last committed steps.
   std::vector<HyperParameters> hyper_parameters;  // One per group, now in force.
   std::vector<int64_t> update_counts;             // By parameter; 0 for a frozen one.
 };

@@ -166,6 +166,19 @@ absl::Status JobImpl::EndMicroStep(const StreamKey& key, StepAttempt at, uint32_
   return absl::OkStatus();
 }
 
+absl::Status JobImpl::Report(const StreamKey& key, StepAttempt at, const RankReport& report) {
+  BALLAST_RETURN_IF_ERROR(CheckReport(report));
+  const MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  // Of a step that is decided it is a repeat: a reopened stream brings it again.
+  const OpenStep* given = Undecided();
+  if (given != nullptr && given->terms().step == at.step &&
+      given->ranks()[key.rank].attempt == at.attempt) {
+    history_.Report(at.step, key.rank, report);
+  }
+  return absl::OkStatus();
+}
+
 // ---------------------------------------------------------------- sealing
 
 // A reopened stream carries the last seal again, of which its client does not know that it was

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
@@ -135,6 +136,9 @@ class RankStream {
   absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) {
     return Seal(at, micro_steps, StepVote());
   }
+  // Before the seal or the vote that it comes with. It is shown, and nothing is decided by it; what
+  // comes late is dropped. INVALID_ARGUMENT: CheckReport.
+  virtual absl::Status Report(StepAttempt at, const RankReport& report) = 0;
   // Once the norm is known. The decision or OnVoteRefused comes through the listener, perhaps
   // before this returns. Until all votes are in, a later one takes the place of an earlier one;
   // repeating the same is always OK. INVALID_ARGUMENT: clipping or overrides that can never work.

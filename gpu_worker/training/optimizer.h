@@ -55,6 +55,8 @@ class StepOptimizer : public GradientSink {
 
   // Push and EndMicroStep are called between these two.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
+  // client::Session::Report; nothing where there is no service to show it.
+  virtual absl::Status Report(const RankReport& report) { return absl::OkStatus(); }
   virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) = 0;
   virtual absl::Status ReceiveWeights() = 0;
   // Duration of the last step's update: from the decision to the last chunk updated.

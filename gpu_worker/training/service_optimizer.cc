@@ -60,6 +60,7 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
     return session().EndMicroStep(micro_step, used);
   }
+  absl::Status Report(const RankReport& report) override { return session().Report(report); }
   absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override {
     return session().Seal(micro_steps, vote);
   }

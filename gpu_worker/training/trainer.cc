@@ -46,6 +46,7 @@ Trainer::~Trainer() { LeaveOptimizersMemory().IgnoreError(); }
 absl::Status Trainer::Run(const TrainerEvents& events) {
   // The optimizer counts, not this loop: after a load or an undo the next step may be an earlier
   // one, and a lost step is simply the next one again.
+  since_seal_.Lap();
   while (optimizer_.committed_step() < options_.steps) {
     BALLAST_RETURN_IF_ERROR(Step(optimizer_.committed_step() + 1, events));
   }
@@ -97,6 +98,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   }
   // The step is committed: the row of failed attempts ends here.
   attempts_in_a_row_ = 0;
+  waited_ = report.times.exposed() - exposed_to_seal_;
   report.seconds = stopwatch.Lap();
   report.tokens_per_second = tokens_per_step() / report.seconds;
   return events.on_step ? events.on_step(report) : absl::OkStatus();
@@ -196,8 +198,24 @@ absl::Status Trainer::SumLoss() {
   return absl::OkStatus();
 }
 
+// For those who look at the job: what the service cannot know.
+absl::Status Trainer::Report() {
+  const StepReport& report = attempt_.report;
+  const double seconds = since_seal_.Lap();
+  const StepTimes& times = report.times;
+  RankSeconds parts = {.reduce = times.reduce,
+                       .send = times.send,
+                       .wait = std::exchange(waited_, 0) + times.update + times.receive};
+  parts.compute = std::max(0.0, seconds - parts.reduce - parts.send - parts.wait);
+  exposed_to_seal_ = times.exposed();
+  return optimizer_.Report(
+      {.numbers = {{"loss", report.loss}, {"tokens_per_second", tokens_per_step() / seconds}},
+       .seconds = parts});
+}
+
 absl::Status Trainer::Seal() {
   StepReport& report = attempt_.report;
+  BALLAST_RETURN_IF_ERROR(Report());
   Stopwatch stopwatch;
   absl::StatusOr<client::StepDecision> decision = [&] {
     const TimelineScope scope(timeline_, Track::kSend, {.step = report.step});

@@ -25,6 +25,7 @@
 #include "client/loss_scaler.h"
 #include "client/session.h"
 #include "gpu_worker/base/data.h"
+#include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/base/timeline.h"
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/training/backend.h"
@@ -136,6 +137,7 @@ class Trainer {
   void NoteInGap(double& entry, double seconds);
   void NoteReceiving(double seconds);
   absl::Status SumLoss();
+  absl::Status Report();
   absl::Status Seal();
   absl::Status Receive();
   absl::Status ReceiveWeights();
@@ -172,6 +174,9 @@ class Trainer {
   double gap_noted_ = 0;        // Seconds told since the last pass, in which none ran.
   bool forward_ahead_ = false;  // The next step's began while its weights arrived.
   std::string transport_;       // At the last Join.
+  Stopwatch since_seal_;        // Or since the loop began.
+  double exposed_to_seal_ = 0;  // StepTimes::exposed of the step in progress, up to its seal,
+  double waited_ = 0;           // and what it was of the last one after that.
 
   // The optimizer has taken the step in progress back: on this rank, then on any.
   bool lost_ = false;

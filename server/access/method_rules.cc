@@ -13,6 +13,7 @@ constexpr Rule kRules[] = {
     {"JobService.GetJob", Role::kViewer},
     {"JobService.ListJobs", Role::kViewer},  // Of those jobs of which the caller is one.
     {"JobService.TraceJob", Role::kViewer},
+    {"JobService.GetHistory", Role::kViewer},
     {"JobService.CreateJob", Role::kTrainer},
     {"JobService.AttachWorker", Role::kTrainer},
     {"JobService.CloseJob", Role::kOperator},

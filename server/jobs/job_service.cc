@@ -13,6 +13,7 @@
 #include "proto/frame.h"
 #include "proto/status.h"
 #include "server/find_job.h"
+#include "server/jobs/history_message.h"
 #include "server/jobs/job_description.h"
 #include "server/jobs/job_message.h"
 #include "server/jobs/trace_call.h"
@@ -309,6 +310,22 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* JobService::TraceJob(
   // If there is no memory for it, gRPC ends the call as interceptors.cc says.
   return new TraceCall(engine_, pools_, *context, access_.Admit(*context, "JobService.TraceJob"),
                        *request);
+}
+
+grpc::ServerUnaryReactor* JobService::GetHistory(grpc::CallbackServerContext* context,
+                                                 const grpc::ByteBuffer* request,
+                                                 grpc::ByteBuffer* response) {
+  return UnaryCall::Run<v1::GetHistoryRequest>(
+      access_.Admit(*context, "JobService.GetHistory"), pools_.control,
+      {context, request, response},
+      [this](const Caller& caller,
+             const v1::GetHistoryRequest& asked) -> absl::StatusOr<v1::JobHistory> {
+        BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
+                                 FindJob(engine_, caller, asked.name()));
+        return ToMessage(job->History({.first_step = asked.first_step(),
+                                       .last_step = asked.last_step(),
+                                       .max_entries = asked.max_entries()}));
+      });
 }
 
 }  // namespace ballast::server

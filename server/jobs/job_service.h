@@ -21,7 +21,8 @@ using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
                     v1::JobService::WithRawCallbackMethod_UndoStep<
                         v1::JobService::WithRawCallbackMethod_UpdateGroup<
                             v1::JobService::WithRawCallbackMethod_TraceJob<
-                                v1::JobService::Service>>>>>>>>>;
+                                v1::JobService::WithRawCallbackMethod_GetHistory<
+                                    v1::JobService::Service>>>>>>>>>>;
 
 // Thread-safe. The engine, the access, the pools and the server of shared memory outlive its calls. The methods
 // only start a call (unary_call.h); its work is done in a pool.
@@ -63,6 +64,9 @@ class JobService final : public JobServiceBase {
   // tenths of the time that is given, so that what there is by then still arrives.
   grpc::ServerWriteReactor<grpc::ByteBuffer>* TraceJob(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* request) override;
+  grpc::ServerUnaryReactor* GetHistory(grpc::CallbackServerContext* context,
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override;
 
  private:
   void Create(UnaryCall& call, const grpc::ByteBuffer& request);

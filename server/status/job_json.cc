@@ -42,35 +42,6 @@ json MemoryJson(const JobStatus& status) {
           {"shared", status.rank_memory_bytes}};
 }
 
-// Columns, oldest step first.
-json StepsJson(const std::vector<StepRecord>& steps) {
-  json columns = {{"step", json::array()},          {"applied", json::array()},
-                  {"norm", json::array()},          {"clip", json::array()},
-                  {"gathering", json::array()},     {"awaiting", json::array()},
-                  {"deciding", json::array()},      {"updating", json::array()},
-                  {"loss_scale", json::array()},    {"micro_steps", json::array()},
-                  {"skip_reasons", json::object()}, {"unused_parameters", json::array()}};
-  for (const StepRecord& record : steps) {
-    columns["step"].push_back(record.outcome.step);
-    columns["applied"].push_back(record.outcome.decision.apply);
-    // JSON has neither NaN nor infinity: the library writes null for them.
-    columns["norm"].push_back(record.outcome.decision.norm);
-    columns["clip"].push_back(record.outcome.decision.clip_coefficient);
-    columns["gathering"].push_back(Rounded(record.times.gathering));
-    columns["awaiting"].push_back(Rounded(record.times.awaiting));
-    columns["deciding"].push_back(Rounded(record.times.deciding));
-    columns["updating"].push_back(Rounded(record.times.updating));
-    columns["loss_scale"].push_back(record.loss_scale);
-    columns["micro_steps"].push_back(record.micro_steps);
-    if (!record.outcome.decision.apply) {
-      columns["skip_reasons"][std::to_string(record.outcome.step)] = record.outcome.skip_reason;
-    }
-  }
-  // Of the last step alone: in each there may be as many as the job has parameters.
-  if (!steps.empty()) columns["unused_parameters"] = steps.back().outcome.unused_parameters;
-  return columns;
-}
-
 json RankJson(int rank, const RankProgress& progress, bool awaited) {
   return {{"rank", rank},
           {"attached", progress.attached},
@@ -243,7 +214,6 @@ json JobJson(const Engine& engine, const Job& job) {
   to["parameters"] = job.spec().layout.parameters.size();
   to["chunks"] = job.layout().chunks().size();
   to["memory"] = MemoryJson(status);
-  to["steps"] = StepsJson(status.recent_steps);
   to["ranks"] = RanksJson(status);
   to["groups"] = GroupsJson(job, status);
   to["traffic"] = {{"gradients", status.traffic.gradient_bytes_in_messages},

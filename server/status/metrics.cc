@@ -204,6 +204,37 @@ void AddSteps(const std::string& job, const JobStatus& status, Families& to) {
   to.Gauge("ballast_loss_scale", "Loss scale of the last decided step.", of_job, last.loss_scale);
 }
 
+// What ranks have told, and the norms of groups: all have a bounded number of series
+// (job_history.h).
+void AddReports(const Job& job, const JobStatus& status, Families& to) {
+  const std::string& name = job.spec().name;
+  const LatestReports& latest = status.latest;
+  for (const auto& [number, value] : latest.numbers) {
+    to.Gauge(
+        "ballast_trainer_number",
+        "What the trainer has given with its last step that gave it: loss, tokens a second, or "
+        "what else it likes; at most 16 names.",
+        {{"job_name", name}, {"name", number}}, value);
+  }
+  for (size_t group = 0; group < latest.group_norms.size(); ++group) {
+    to.Gauge("ballast_group_gradient_norm",
+             "Norm of the last decided step's gradient of a group; the first 16 groups.",
+             {{"job_name", name}, {"group", job.spec().groups[group].name}},
+             latest.group_norms[group]);
+  }
+  if (latest.slowest_rank < 0) return;
+  to.Gauge("ballast_slowest_rank", "The rank that computed longest in the last decided step.",
+           {{"job_name", name}}, latest.slowest_rank);
+  for (const auto& [part, seconds] :
+       {std::pair{"compute", latest.seconds.compute}, std::pair{"reduce", latest.seconds.reduce},
+        std::pair{"send", latest.seconds.send}, std::pair{"wait", latest.seconds.wait}}) {
+    to.Gauge("ballast_rank_seconds",
+             "Where that rank's time went: compute; reduce, waiting for collectives; send, giving "
+             "gradients; wait, for the decision and the weights.",
+             {{"job_name", name}, {"part", part}}, seconds);
+  }
+}
+
 void AddMemory(const std::string& job, const JobStatus& status, Families& to) {
   const std::array<std::pair<const char*, int64_t>, 7> kinds = {{
       {"state", status.memory.state_bytes},
@@ -309,6 +340,7 @@ void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to
            "1: the job can do no more, for want of memory or after a load that did not end.",
            {{"job_name", name}}, status.phase == JobPhase::kBroken ? 1 : 0);
   AddSteps(name, status, to);
+  AddReports(job, status, to);
   AddRanks(name, status, to);
   AddMemory(name, status, to);
   AddSpeculation(name, status, to);

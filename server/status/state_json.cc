@@ -88,9 +88,9 @@ json ParametersJson(const Job& job, const std::string& match) {
 absl::StatusOr<json> DistributionJson(Job& job, const std::string& parameter) {
   const int index = job.layout().FindParameter(parameter);
   if (index < 0) {
-    return absl::NotFoundError(
-        absl::StrCat("job ", job.spec().name, " has no parameter '", parameter,
-                     "'; /api/parameters names those that it has"));
+    return absl::NotFoundError(absl::StrCat("job ", job.spec().name, " has no parameter '",
+                                            parameter,
+                                            "'; /api/parameters names those that it has"));
   }
   BALLAST_ASSIGN_OR_RETURN(const Snapshot snapshot, TakeSnapshotSoon(job, index));
   json to = ParameterJson(job, index);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <future>
@@ -13,8 +14,11 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "google/protobuf/util/json_util.h"
+#include "server/jobs/history_message.h"
 #include "server/status/job_json.h"
 #include "server/status/metrics.h"
 #include "server/status/page.h"
@@ -66,6 +70,27 @@ HttpAnswer ToAnswer(const absl::StatusOr<json>& value) {
     return JsonAnswer(Dump({{"unavailable", std::string(value.status().message())}}));
   }
   return value.ok() ? JsonAnswer(Dump(*value)) : Failure(value.status());
+}
+
+// The query's number of this name; 0 if it has none.
+template <typename Number>
+Number NumberOf(const HttpRequest& request, const std::string& name) {
+  Number number = 0;
+  return absl::SimpleAtoi(request.Get(name), &number) ? number : 0;
+}
+
+// protobuf's JSON form of JobHistory, in as many entries as a chart can show.
+HttpAnswer HistoryAnswer(const Job& job, const HttpRequest& request) {
+  constexpr uint32_t kMostEntries = 1000;
+  const auto entries = NumberOf<uint32_t>(request, "entries");
+  const v1::JobHistory history =
+      ToMessage(job.History({.first_step = NumberOf<uint64_t>(request, "first"),
+                             .last_step = NumberOf<uint64_t>(request, "last"),
+                             .max_entries = std::clamp(entries, uint32_t{1}, kMostEntries)}));
+  std::string text;
+  const auto written = google::protobuf::util::MessageToJsonString(history, &text);
+  return written.ok() ? JsonAnswer(std::move(text))
+                      : Failure(absl::InternalError(written.message().as_string()));
 }
 
 // The same answers for all who look at the same time, however many they are.
@@ -183,6 +208,10 @@ HttpAnswer StatusServer::Shown::AnswerApi(const HttpRequest& request, const View
     if (!job.ok()) return Failure(job.status());
     // The same for all viewers: JobOf has found that this one may see the job.
     return cache.Get((*job)->uid(), [&] { return ToAnswer(JobJson(engine, **job)); });
+  }
+  if (request.path == "/api/history") {
+    if (!job.ok()) return Failure(job.status());
+    return HistoryAnswer(**job, request);
   }
   if (request.path == "/api/parameters") {
     if (!job.ok()) return Failure(job.status());

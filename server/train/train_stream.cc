@@ -270,9 +270,17 @@ absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
                                     FromMessage(request));
 }
 
+template <typename Message>
+absl::Status TrainStream::Report(const Message& message) {
+  if (!message.has_report()) return absl::OkStatus();
+  return rank_stream_->Report({message.step(), message.attempt()},
+                              proto::FromProto(message.report()));
+}
+
 absl::Status TrainStream::Seal(const v1::Seal& request) {
   outbox_->Sealing(request.step());  // Before a refusal can arrive.
   BALLAST_ASSIGN_OR_RETURN(const std::optional<StepVote> vote, VoteOf(request));
+  BALLAST_RETURN_IF_ERROR(Report(request));
   BALLAST_ASSIGN_OR_RETURN(
       const std::optional<SealRefusal> refusal,
       rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote));
@@ -282,6 +290,7 @@ absl::Status TrainStream::Seal(const v1::Seal& request) {
 
 absl::Status TrainStream::Vote(const v1::CastVote& request) {
   BALLAST_ASSIGN_OR_RETURN(const StepVote vote, FromMessage(request.vote()));
+  BALLAST_RETURN_IF_ERROR(Report(request));
   return rank_stream_->Vote({request.step(), request.attempt()}, vote);
 }
 

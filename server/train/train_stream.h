@@ -59,6 +59,9 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   // Handles such a message once none is. May wait in the engine, as opening.
   void StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
+  // Of a seal or a vote, if it has one.
+  template <typename Message>
+  absl::Status Report(const Message& message);
   absl::Status Seal(const v1::Seal& request);
   absl::Status Vote(const v1::CastVote& request);
   // May wait in the engine, as opening; the next message is read when it is done.

@@ -28,8 +28,8 @@ ALLOWED = {
 
 # The rooms of a module, top first. "front" is the headers at its root; the sources there are above all.
 ROOMS = {
-    "cpu_optimizer_service": ("front", "job", "job/step", "state", "gradients", "kernels", "host", "common/plan",
-                              "common/system", "common/limits", "common/text", "common"),
+    "cpu_optimizer_service": ("front", "job", "job/step", "state", "gradients", "kernels", "host", "common/history",
+                              "common/plan", "common/system", "common/limits", "common/text", "common"),
     "server": ("ballastd", "holder", "status", "jobs", "train", "shared_memory", "front", "access"),
     "client": ("cli/support", "cli", "c_api", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",

@@ -224,10 +224,10 @@ class Rank:
             step=self.committed_step + 1, attempt=self.attempt, micro_step=micro_step, all_used=used is None,
             used_parameters=used or ()))
 
-    def seal(self, micro_steps, vote=None):
+    def seal(self, micro_steps, vote=None, report=None):
         """Without a vote the norm comes, and the vote after it."""
         self._send(seal=pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps,
-                                vote=vote))
+                                vote=vote, report=report))
 
     def norm(self):
         """The norm, or the refusal of the seal."""

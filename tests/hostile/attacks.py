@@ -120,7 +120,7 @@ def error_of(call, requests):
 
 # ---------------------------------------------------------------- bytes that are no message
 
-METHODS = [JOBS + name for name in ("CreateJob", "GetJob", "ListJobs", "CloseJob", "AttachWorker", "AbortStep",
+METHODS = [JOBS + name for name in ("CreateJob", "GetJob", "ListJobs", "CloseJob", "AttachWorker", "AbortStep", "GetHistory",
                                     "UndoStep", "UpdateGroup", "TraceJob")] \
     + [STATE + name for name in ("ReadState", "SummarizeState", "SaveJob", "LoadJob",
                                "ListCheckpoints", "VerifyCheckpoints")] \

@@ -7,6 +7,7 @@ tool makes of it: doctor and plan.
 import hashlib
 import http.client
 import json
+import math
 import os
 import pathlib
 import pwd
@@ -444,11 +445,23 @@ class Looks(unittest.TestCase):
         self.assertEqual([ranks[r]["sealed"] for r in range(3)], [True, False, True])
         self.assertLess(ranks[HANGING_RANK]["chunks_complete"], ranks[HANGING_RANK]["chunks"])
         self.assertTrue(ranks[HANGING_RANK]["missing_parameters"])
-        steps = job["steps"]
-        self.assertEqual(steps["step"], list(range(1, HANGS_AFTER + 1)))
-        self.assertGreater(min(steps["gathering"]), 0.99 * PACE_SECONDS)  # The fastest rank's backward.
-        for awaiting, deciding, updating in zip(*(steps[part] for part in ("awaiting", "deciding", "updating"))):
-            self.assertTrue(awaiting > 0 and 0 <= deciding < PATIENCE and 0 <= updating < PATIENCE)
+
+    def test_the_history_has_what_ranks_tell(self):
+        history = self.json("/api/history?job=stuck&entries=100")
+        self.assertEqual([entry["firstStep"] for entry in history["entries"]], [str(n + 1) for n in range(HANGS_AFTER)])
+        means = {(column["source"], column["name"]): column["mean"] for column in history["columns"]}
+        self.assertGreater(min(means["FROM_SERVICE", "gathering_seconds"]), 0.99 * PACE_SECONDS)  # The fastest rank's backward.
+        for parts in zip(*(means["FROM_SERVICE", f"{part}_seconds"] for part in ("awaiting", "deciding", "updating"))):
+            self.assertTrue(parts[0] > 0 and 0 <= parts[1] < PATIENCE and 0 <= parts[2] < PATIENCE)
+        # Of the ranks' losses the lowest rank's, of their seconds those of the last, which computes longest.
+        self.assertAlmostEqual(means["FROM_TRAINER", "loss"][0], 2 + 3 * math.exp(-1 / 20), 5)
+        self.assertEqual([entry["slowestRank"] for entry in history["entries"]], HANGS_AFTER * [2])
+        self.assertAlmostEqual(means["FROM_RANK", "compute"][0], 3 * PACE_SECONDS, 5)
+        norms = [means[source] for source in (("FROM_SERVICE", "norm"), ("FROM_GROUP", "decay"), ("FROM_GROUP", "no_decay"))]
+        for norm, decay, no_decay in zip(*norms):
+            self.assertAlmostEqual(math.hypot(decay, no_decay) / norm, 1, 5)
+        joined = self.json("/api/history?job=stuck&first=2&last=5&entries=2")
+        self.assertEqual([(entry["firstStep"], entry["lastStep"]) for entry in joined["entries"]], [("2", "3"), ("4", "5")])
 
     def test_a_distribution_counts_every_element(self):
         parameter = self.json("/api/distribution?job=steady&parameter=h.1.mlp.weight")

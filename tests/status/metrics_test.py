@@ -120,6 +120,11 @@ class Metrics(unittest.TestCase):
             self.assertGreaterEqual(sent, HANGS_AFTER * 39936 * 2)
             self.assertLess(sent, (HANGS_AFTER + 1) * 40448 * 2)
             self.assertEqual(self.value(f'ballast_{name}_bytes_total{{job_name="stuck", path="shared_memory"}}'), 0)
+        # What ranks tell of the last step: the lowest one's numbers, the slowest one's seconds.
+        self.assertAlmostEqual(self.value('ballast_trainer_number{job_name="stuck", name="tokens_per_second"}'), 1000 + HANGS_AFTER)
+        self.assertAlmostEqual(self.value('ballast_rank_seconds{job_name="stuck", part="compute"}'), 3 * PACE_SECONDS)
+        self.assertEqual(self.value(f"ballast_slowest_rank{of_stuck}"), 2)
+        self.assertEqual(len(self.found(f"ballast_group_gradient_norm{of_stuck}")), 2)
         # Of "steady", step 9 was skipped for its infinity, or will be.
         await_("a skipped step", lambda: self.value('ballast_skipped_steps_total{job_name="steady", cause="gradient"}') >= 1)
         self.assertEqual(self.value('sum(ballast_skipped_steps_total{cause!="gradient"})'), 0)

@@ -99,7 +99,34 @@ class Page(unittest.TestCase):
         after = self.browser.run(seen)
         self.assertEqual(len(before), len(after))
         self.assertTrue(all(old != new for old, new in zip(before, after)), "a chart stands still")
-        self.assertEqual(len(before), 6, "norm, clip and four parts of a step")
+        self.see("Loss", "Tokens a second", "eval/accuracy", "Gradient norm by group", "Learning rate",
+                 "Where the slowest rank's time goes", "this job")
+        # Three numbers, norm, clip, two groups, learning rate, four parts of a step and of a rank, two memories.
+        self.assertEqual(len(before), 18)
+
+    def drag(self, selector, begin, end):
+        """The mouse, over a part of what the selector finds, from and to fractions of its width."""
+        left, top, width = self.browser.run(
+            "const one = document.querySelector(arguments[0]); one.scrollIntoView({ behavior: 'instant', block: 'center' });"
+            "const box = one.getBoundingClientRect(); return [box.left, box.top, box.width]", selector)
+        self.browser.drag(left + begin * width, left + end * width, top + 40)
+
+    def test_a_part_of_the_steps_is_looked_at(self):
+        self.open("/?job=steady")
+        shown = "return (document.querySelector('.ranges span')?.innerText ?? '')"
+        self.browser.await_("some steps", f"{shown}.match(/Steps 1 to (\\d+)/)?.[1] > 12")
+        self.drag("#charts svg", 0.4, 0.7)
+        zoomed = self.browser.await_("fewer steps", f"{shown}.match(/Steps ([2-9]|\\d\\d+) to \\d+.*Double-click for all\\./)?.[0]")
+        # Where it has been zoomed to, it stays.
+        drawn = "return document.querySelector('#charts output').textContent"
+        self.assertEqual(self.browser.run(shown), zoomed)
+        self.assertIn(re.findall(r"to (\d+)", zoomed)[0] + ":", self.browser.run(drawn))
+        self.picture("zoomed")
+        self.browser.run("document.querySelector('#charts svg').focus()")
+        self.browser.press("0")
+        self.browser.await_("all steps", f"{shown}.startsWith('Steps 1 to')")
+        self.browser.run("document.querySelector('[data-range=\"Last 100\"]').click()")
+        self.browser.await_("that it is chosen", "return document.querySelector('[data-range=\"Last 100\"]').ariaPressed === 'true'")
 
     def test_a_parameters_distribution_opens(self):
         self.open("/?job=steady")
@@ -124,6 +151,17 @@ class Page(unittest.TestCase):
         self.assertGreaterEqual(self.browser.run("return document.querySelectorAll('#timeline svg rect').length"), 12)
         self.see("events", "arriving", "updating", "sending weights")
         self.picture("timeline")
+        # A part of it, and that part further.
+        where = "return document.querySelector('#timeline .tools:nth-of-type(2) span').textContent"
+        self.assertIn("whole step", self.browser.run(where))
+        self.drag("#timeline svg", 0.3, 0.6)
+        self.browser.await_("a part", where + ".startsWith('From ')")
+        part = self.browser.run(where)
+        self.browser.press("+")
+        self.assertNotEqual(self.browser.run(where), part)
+        self.picture("timeline_zoomed")
+        self.browser.press("0")
+        self.assertIn("whole step", self.browser.run(where))
 
     def test_the_keyboard_is_enough(self):
         self.open("/")
@@ -169,6 +207,14 @@ class Page(unittest.TestCase):
                     "return [...document.querySelectorAll('main p, main td, main dd, main a')]"
                     ".filter(one => one.innerText && parseFloat(getComputedStyle(one).fontSize) < 11).length")
                 self.assertEqual(small, 0, "text is too small to be read")
+                # No table is wider than the phone: its rows are cards, in which each cell says what it is.
+                hidden = self.browser.run("return [...document.querySelectorAll('.scroll')]"
+                                          ".filter(one => one.querySelector('table') && one.scrollWidth > one.clientWidth).length")
+                self.assertEqual(hidden, 0, "a part of a table is out of sight")
+                if path != "/":
+                    self.assertIn("Learning rate", self.browser.run(
+                        "return [...document.querySelectorAll('#groups td')].map(one => getComputedStyle(one, '::before').content)"
+                        ".join()"))
                 self.picture("phone" + re.sub(r"\W+", "_", path))
 
     def test_dark_is_dark_and_its_text_can_be_read(self):

@@ -83,6 +83,14 @@ class Browser:
             strokes += [{"type": kind, "value": KEYS.get(key, key)} for kind in ("keyDown", "keyUp")]
         self.post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": strokes}])
 
+    def drag(self, left, right, y):
+        """The mouse, pressed, from one place of what is seen to another."""
+        moves = [("pointerMove", left), ("pointerDown", left), ("pointerMove", (left + right) / 2), ("pointerMove", right),
+                 ("pointerUp", right)]
+        self.post("/actions", actions=[{"type": "pointer", "id": "mouse", "actions": [
+            {"type": kind, "button": 0} if kind != "pointerMove" else {"type": kind, "x": round(x), "y": round(y), "duration": 20}
+            for kind, x in moves]}])
+
     def messages(self):
         """What the page has written to the console since the last call, errors of loading included."""
         return [entry["message"] for entry in self.post("/se/log", type="browser")]

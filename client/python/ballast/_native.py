@@ -8,7 +8,7 @@ import functools
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 6
+API_VERSION = 7
 OK = 0
 DEADLINE_EXCEEDED = 4
 
@@ -132,6 +132,8 @@ _FUNCTIONS = {
     "ballast_end_gradients": [c.c_void_p, c.c_uint32, c.c_int32],
     "ballast_gradient_places": [c.c_void_p, c.c_uint32, c.c_size_t, c.POINTER(GradientPlace), c.c_size_t,
                                 c.POINTER(c.c_size_t), c.POINTER(c.c_uint64)],
+    "ballast_report_number": [c.c_void_p, c.c_char_p, c.c_double],
+    "ballast_report_seconds": [c.c_void_p, c.c_double, c.c_double, c.c_double, c.c_double],
     "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Norm), c.POINTER(c.c_double), c.c_size_t],
     "ballast_unused": [c.c_void_p, c.POINTER(c.c_size_t), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_vote": [c.c_void_p, c.POINTER(Ballot), c.POINTER(Decision)],

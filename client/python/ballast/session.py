@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from . import _native
 from .errors import AbortedError, BallastError, DeadlineError, FailedPreconditionError, UnavailableError, error_of
@@ -403,6 +403,18 @@ class Session:
     def end_gradients(self, micro_step: int = 0, *, final: bool = False) -> None:
         """Ends the micro-step. Parameters that were not given have no gradient in it."""
         self._wait("ballast_end_gradients", micro_step, final)
+
+    def report(self, numbers: Mapping[str, float] | None = None,
+               seconds: tuple[float, float, float, float] | None = None) -> None:
+        """For people who look at the job, in its history, its metrics and on the page: what goes with the next seal or
+        vote. Nothing is decided by it. numbers: at most 16, whose names have 1 to 64 letters, digits, ".", "_", "/" and
+        "-"; of ranks that report any the lowest counts. seconds: where this rank's time went from its last seal, or
+        its start, to the next one: computing, waiting for collectives, giving gradients, and waiting for the decision
+        and the weights."""
+        for name, value in (numbers or {}).items():
+            self._call("ballast_report_number", name.encode(), value)
+        if seconds is not None:
+            self._call("ballast_report_seconds", *seconds)
 
     def seal(self, micro_steps: int = 1) -> Norm:
         """Waits for all ranks. Nothing is decided before all of them vote."""

@@ -1,5 +1,5 @@
-// Charts as SVG, drawn anew with each answer of the service.
-import { element, real, seconds } from "./text.js";
+// Charts of a job's steps as SVG, drawn anew with each answer of the service.
+import { axis, element, real, seconds, ticks } from "./text.js";
 
 // All in CSS pixels: a chart is drawn as wide as it is shown, so that its text keeps its size.
 const HEIGHT = 180;
@@ -8,56 +8,52 @@ const RIGHT = 8;
 const BOTTOM = 20;
 const TOP = 8;
 const LANE = 12; // Below the curve, for marks.
-const widthOf = (box) => Math.max(240, box.clientWidth || 520);
+const DRAG = 6; // Shorter ones are taps.
+export const widthOf = (box) => Math.max(240, box.clientWidth || 520);
 
-// Values at which an axis is labelled: at most about `most`, round, within [low, high].
-function ticks(low, high, most) {
-  const rough = (high - low) / most;
-  if (!(rough > 0)) return [low];
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
-  const values = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) values.push(value);
-  return values;
-}
-
-// `inset`: the first and the last step are as far from the edges.
-function frame(steps, width, low, high, label, inset, lane) {
-  const first = steps[0] ?? 0;
-  const last = Math.max(steps[steps.length - 1] ?? 1, first + 1);
+// `inset`: the first and the last step are as far from the edges. `unit`: of what round values are multiples.
+function frame(history, width, low, high, label, inset, lane, unit = 1) {
+  const first = history.first[0] ?? 0;
+  const last = Math.max(history.last.at(-1) ?? 1, first + 1);
   const x = (step) => LEFT + inset + ((step - first) / (last - first)) * (width - LEFT - RIGHT - 2 * inset);
+  const stepAt = (at) => first + ((at - LEFT - inset) / (width - LEFT - RIGHT - 2 * inset)) * (last - first);
   const y = (value) => TOP + (1 - (value - low) / (high - low || 1)) * (HEIGHT - TOP - BOTTOM - lane);
-  const lines = ticks(low, high, 4).flatMap((value) => [
+  const lines = ticks(low / unit, high / unit, 4).map((value) => value * unit).flatMap((value) => [
     element("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
     element("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, label(value)),
   ]);
   const marks = ticks(first, last, width / 90)
     .filter((step) => Number.isInteger(step))
-    .map((step) => element("text", { x: x(step), y: HEIGHT - 4, "text-anchor": "middle" }, String(step)));
-  return { width, x, y, axes: [...lines, ...marks] };
+    .map((step) => element("text", { x: Math.min(x(step), width - 22), y: HEIGHT - 4, "text-anchor": "middle" }, step.toLocaleString("en-US")));
+  return { width, x, y, stepAt, axes: [...lines, ...marks] };
 }
 
-// A figure that tells one step's values: the last one's, or those of the one under the pointer or chosen with
-// the arrow keys.
+// A figure that tells one entry's values: the last one's, or those of the one under the pointer or chosen with the
+// arrow keys. Where the pointer drags over steps, or + and - are pressed, `zoom(first, last)` is called; with a double
+// click, or 0, `zoom()`.
 export class Chart {
-  constructor(title, wide) {
-    this.wide = wide;
+  constructor(title, wide, zoom) {
     this.index = null;
+    this.zoom = zoom;
     this.output = element("output");
-    this.svg = element("svg", { role: "img", tabindex: 0 });
+    this.svg = element("svg", { role: "img", tabindex: 0, class: "zooms" });
     this.legend = element("ul", { class: "legend" });
     this.figure = element("figure", { class: wide ? "wide" : null, "data-own": "" },
       element("figcaption", null, element("h3", null, title), this.output), this.svg, this.legend);
     this.title = title;
     this.drawn = null; // What draws it again, when its width has changed.
     new ResizeObserver(() => this.drawn && widthOf(this.figure) !== this.drawing.frame.width && this.drawn()).observe(this.figure);
+    this.svg.addEventListener("pointerdown", (event) => this.press(event));
     this.svg.addEventListener("pointermove", (event) => this.point(event));
-    this.svg.addEventListener("pointerleave", () => this.choose(null));
+    this.svg.addEventListener("pointerup", (event) => this.release(event));
+    this.svg.addEventListener("pointercancel", () => this.drag(null));
+    this.svg.addEventListener("pointerleave", () => this.from === undefined && this.choose(null));
+    this.svg.addEventListener("dblclick", () => this.zoom());
     this.svg.addEventListener("blur", () => this.choose(null));
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // `draw(width)` returns the frame, the marks in it, the legend, and what says a step's values.
+  // `draw(width)` returns the frame, the marks in it, the legend, and what says an entry's values.
   update(history, draw) {
     this.drawn = () => this.update(history, draw);
     this.history = history;
@@ -66,40 +62,77 @@ export class Chart {
     const { frame: { width, axes }, marks, legend } = drawing;
     this.svg.setAttribute("width", width);
     this.svg.setAttribute("height", HEIGHT);
-    this.svg.replaceChildren(...axes, ...marks);
+    this.svg.replaceChildren(...axes, ...marks, ...(this.brush ? [this.brush] : []));
     this.legend.replaceChildren(...(legend ?? []).map(([name, text]) =>
       element("li", null, element("i", { class: name }), text)));
     this.choose(this.index);
   }
 
+  at(event) {
+    return event.clientX - this.svg.getBoundingClientRect().left;
+  }
+
+  press(event) {
+    if (event.button !== 0 || this.history.length < 2) return;
+    this.from = this.at(event);
+    this.svg.setPointerCapture(event.pointerId);
+  }
+
   point(event) {
-    const box = this.svg.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * this.drawing.frame.width;
-    const { x } = this.drawing.frame;
+    if (this.from !== undefined) this.drag(this.at(event));
+    const step = this.drawing.frame.stepAt(this.at(event));
     let best = null;
-    this.history.step.forEach((step, i) => {
-      if (best === null || Math.abs(x(step) - at) < Math.abs(x(this.history.step[best]) - at)) best = i;
+    this.history.middle.forEach((middle, i) => {
+      if (best === null || Math.abs(middle - step) < Math.abs(this.history.middle[best] - step)) best = i;
     });
     this.choose(best);
   }
 
+  // null: nothing is dragged over.
+  drag(to) {
+    this.brush?.remove();
+    this.brush = undefined;
+    if (to === null) {
+      this.from = undefined;
+      return;
+    }
+    if (Math.abs(to - this.from) < DRAG) return;
+    this.brush = element("rect", { class: "brush", x: Math.min(this.from, to), width: Math.abs(to - this.from), y: TOP, height: HEIGHT - TOP - BOTTOM });
+    this.svg.append(this.brush);
+  }
+
+  release(event) {
+    const [from, to] = [this.from, this.at(event)];
+    this.drag(null);
+    if (from === undefined || Math.abs(to - from) < DRAG) return;
+    this.zoom(this.drawing.frame.stepAt(from), this.drawing.frame.stepAt(to));
+  }
+
   key(event) {
-    const last = this.history.step.length - 1;
+    const last = this.history.length - 1;
+    if (last < 0) return;
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -last, End: last };
-    if (!(event.key in moves)) return;
+    const zooms = { "+": 0.25, "-": 1 };
+    if (event.key === "0") this.zoom();
+    else if (event.key in zooms) {
+      const half = (this.history.last[last] - this.history.first[0]) * zooms[event.key];
+      const middle = this.history.middle[this.index ?? last];
+      this.zoom(middle - half, middle + half);
+    } else if (event.key in moves) {
+      this.choose(Math.max(0, Math.min(last, (this.index ?? last) + moves[event.key])));
+    } else return;
     event.preventDefault();
-    this.choose(Math.max(0, Math.min(last, (this.index ?? last) + moves[event.key])));
   }
 
   choose(index) {
-    this.index = index;
+    this.index = index === null ? null : Math.min(index, this.history.length - 1);
     this.svg.querySelector(".cursor")?.remove();
-    const shown = index ?? this.history.step.length - 1;
-    const text = shown < 0 ? "no step yet" : `step ${this.history.step[shown]}: ${this.drawing.say(shown)}`;
+    const shown = this.index ?? this.history.length - 1;
+    const text = shown < 0 ? "no step yet" : `${this.history.stepsOf(shown)}: ${this.drawing.say(shown)}`;
     this.output.textContent = text;
-    this.svg.setAttribute("aria-label", `${this.title}; ${text}. Arrow keys choose a step.`);
-    if (index === null || shown < 0) return;
-    const x = this.drawing.frame.x(this.history.step[shown]);
+    this.svg.setAttribute("aria-label", `${this.title}; ${text}. Arrow keys choose a step, + and - zoom.`);
+    if (this.index === null || shown < 0) return;
+    const x = this.drawing.frame.x(this.history.middle[shown]);
     this.svg.append(element("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
   }
 }
@@ -118,54 +151,99 @@ function path(points) {
   return text;
 }
 
-// A line of values, null where there is none. Skipped steps and clipped ones are marked below it.
-export function drawLine(history, values, width, { low, limit, mark, say }) {
-  const finite = values.filter((value) => value !== null);
-  const top = Math.max(...finite, limit ?? 0, low ?? 0);
-  const bottom = low ?? Math.min(...finite, top);
-  const pad = (top - bottom || Math.abs(top) || 1) * 0.06;
-  const lines = frame(history.step, width, low ?? bottom - pad, finite.length ? top + pad : 1, real, 4, LANE);
-  const marks = [];
-  if (limit && lines.y(limit) < HEIGHT - BOTTOM - LANE + 1) marks.push(element("line", { class: "limit", x1: LEFT, x2: lines.width - RIGHT, y1: lines.y(limit), y2: lines.y(limit) }));
-  marks.push(element("path", { class: "curve",
-    d: path(history.step.map((step, i) => [lines.x(step), values[i] === null ? null : lines.y(values[i])])) }));
-  if (history.step.length === 1 && values[0] !== null) {
-    marks.push(element("circle", { class: "bars", r: 2.5, cx: lines.x(history.step[0]), cy: lines.y(values[0]) }));
+// From the least to the largest value of each entry; an area for each row of entries that have values.
+function band(xs, low, high) {
+  let text = "";
+  for (let i = 0; i < xs.length; ) {
+    if (low[i] === null) {
+      ++i;
+      continue;
+    }
+    const from = i;
+    while (i < xs.length && low[i] !== null) ++i;
+    const there = [];
+    const back = [];
+    for (let k = from; k < i; ++k) {
+      there.push(`${xs[k].toFixed(1)} ${high[k].toFixed(1)}`);
+      back.unshift(`${xs[k].toFixed(1)} ${low[k].toFixed(1)}`);
+    }
+    text += `M${[...there, ...back].join("L")}Z`;
   }
-  const names = new Set();
-  history.step.forEach((step, i) => {
-    const name = mark(i);
-    if (name === null) return;
-    names.add(name);
-    marks.push(element("circle", { class: name, r: 2.2, cx: lines.x(step), cy: HEIGHT - BOTTOM - 3 }));
-  });
-  return { frame: lines, marks, say, legend: [...names].map((name) => [name, name]) };
+  return text;
 }
 
-const PARTS = ["gathering", "awaiting", "deciding", "updating"];
+// What an entry says of a column: its value, or its mean and extremes; how many values were not finite.
+export function sayOf(column, i, write = real) {
+  const bad = column.nonFinite[i] ?? 0;
+  if (column.mean[i] === null || column.mean[i] === undefined) return bad ? "not finite" : "none";
+  const range = column.min[i] === column.max[i] ? "" : ` (${write(column.min[i])} to ${write(column.max[i])})`;
+  return write(column.mean[i]) + range + (bad ? `, ${bad} not finite` : "");
+}
 
-// The parts of steps, on top of each other.
-export function drawParts(history, width) {
-  const totals = history.step.map((_, i) => PARTS.reduce((sum, part) => sum + history[part][i], 0));
-  const n = history.step.length;
-  const bar = Math.min(34, (width - LEFT - RIGHT) / Math.max(n, 1));
-  const lines = frame(history.step, width, 0, Math.max(...totals, 1e-6) * 1.05, (value) => (value ? seconds(value) : "0"), bar / 2, 0);
+const LINES = ["curve", "line2", "line3", "line4", "line5", "line6"];
+
+// Columns as lines, over the band between their extremes. Entries with skipped or clipped steps, or with values that
+// are not finite, are marked below. words: of each column, if there are several.
+export function drawLines(history, columns, width, { low, limit, mark, write = real, label = axis, unit = () => 1, outcome = () => "", words }) {
+  const values = columns.flatMap((column) => [...column.min, ...column.max]).filter((value) => value !== null);
+  const top = Math.max(...values, limit ?? -Infinity, low ?? -Infinity);
+  const bottom = low ?? Math.min(...values, top);
+  const pad = (top - bottom || Math.abs(top) || 1) * 0.06;
+  const lines = frame(history, width, low ?? bottom - pad, values.length ? top + pad : 1, label, 4, LANE, unit(top));
+  const xs = history.middle.map(lines.x);
+  const heights = (list) => list.map((value) => (value === null ? null : lines.y(value)));
   const marks = [];
-  let below = new Array(n).fill(0);
-  for (const part of PARTS) {
-    let d = "";
-    const above = below.map((value, i) => value + history[part][i]);
-    for (let i = 0; i < n; ++i) {
-      const x = lines.x(history.step[i]) - bar * 0.42;
-      const [y0, y1] = [lines.y(below[i]), lines.y(above[i])];
-      d += `M${x.toFixed(1)} ${y0.toFixed(1)}H${(x + bar * 0.84).toFixed(1)}V${y1.toFixed(1)}H${x.toFixed(1)}Z`;
+  if (limit && lines.y(limit) < HEIGHT - BOTTOM - LANE + 1) marks.push(element("line", { class: "limit", x1: LEFT, x2: width - RIGHT, y1: lines.y(limit), y2: lines.y(limit) }));
+  columns.forEach((column, number) => {
+    const name = LINES[number % LINES.length];
+    if (column.min.some((value, i) => value !== column.max[i])) {
+      marks.push(element("path", { class: `band ${name}`, d: band(xs, heights(column.min), heights(column.max)) }));
     }
-    marks.push(element("path", { class: part, d }));
+    const ys = heights(column.mean);
+    marks.push(element("path", { class: `stroke ${name}`, d: path(xs.map((x, i) => [x, ys[i] ?? null])) }));
+    ys.forEach((y, i) => { // A line needs two points.
+      if (y === null || (ys[i - 1] ?? null) !== null || (ys[i + 1] ?? null) !== null) return;
+      marks.push(element("circle", { class: `dot ${name}`, r: 2.2, cx: xs[i], cy: y }));
+    });
+  });
+  const names = new Set();
+  for (let i = 0; i < history.length; ++i) {
+    const name = columns.some((column) => column.nonFinite[i] > 0) ? "non-finite" : mark?.(i) ?? null;
+    if (name === null) continue;
+    names.add(name);
+    marks.push(element("circle", { class: name, r: 2.2, cx: xs[i], cy: HEIGHT - BOTTOM - 3 }));
+  }
+  const legend = words ? words.map((text, number) => [`key ${LINES[number % LINES.length]}`, text]) : [];
+  const say = (i) => (columns.length === 1 ? sayOf(columns[0], i, write)
+    : columns.map((column, number) => `${words[number]} ${sayOf(column, i, write)}`).join(", ")) + outcome(i);
+  const readable = { "non-finite": "not finite" };
+  return { frame: lines, marks, say, legend: [...legend, ...[...names].map((name) => [name, readable[name] ?? name])] };
+}
+
+// Parts of steps, on top of each other: [class, column, words]. Of several steps their mean.
+export function drawParts(history, parts, width, more = () => "") {
+  const at = (column, i) => column.mean[i] ?? 0;
+  const totals = history.first.map((_, i) => parts.reduce((sum, [, column]) => sum + at(column, i), 0));
+  const n = history.length;
+  const steps = n ? history.last[n - 1] - history.first[0] + 1 : 1;
+  const bar = Math.min(34, (width - LEFT - RIGHT) / steps);
+  const lines = frame(history, width, 0, Math.max(...totals, 1e-6) * 1.05, (value) => (value ? seconds(value) : "0"), bar / 2, 0);
+  const marks = [];
+  const gap = bar > 4 ? bar * 0.08 : 0;
+  let below = new Array(n).fill(0);
+  for (const [name, column] of parts) {
+    let d = "";
+    const above = below.map((value, i) => value + at(column, i));
+    for (let i = 0; i < n; ++i) {
+      const [left, right] = [lines.x(history.first[i]) - bar / 2 + gap, lines.x(history.last[i]) + bar / 2 - gap];
+      const [y0, y1] = [lines.y(below[i]), lines.y(above[i])];
+      d += `M${left.toFixed(1)} ${y0.toFixed(1)}H${right.toFixed(1)}V${y1.toFixed(1)}H${left.toFixed(1)}Z`;
+    }
+    marks.push(element("path", { class: name, d }));
     below = above;
   }
-  const say = (i) => `${seconds(totals[i])}: ` + PARTS.map((part) => `${part} ${seconds(history[part][i])}`).join(", ");
-  const words = { gathering: "gathering gradients", awaiting: "awaiting the last rank", deciding: "deciding", updating: "updating" };
-  return { frame: lines, marks, say, legend: PARTS.map((part) => [part, words[part]]) };
+  const say = (i) => `${seconds(totals[i])}: ` + parts.map(([, column, , word]) => `${word} ${seconds(at(column, i))}`).join(", ") + more(i);
+  return { frame: lines, marks, say, legend: parts.map(([name, , words]) => [name, words]) };
 }
 
 export function spark(values) {
@@ -175,7 +253,7 @@ export function spark(values) {
   const x = (i) => (i / Math.max(values.length - 1, 1)) * 100;
   const y = (value) => 22 - ((value - low) / (high - low || 1)) * 18;
   return element("svg", { class: "spark", viewBox: "0 0 100 26", preserveAspectRatio: "none", "aria-hidden": "true" },
-    element("path", { class: "curve", d: path(values.map((value, i) => [x(i), value === null ? null : y(value)])) }));
+    element("path", { class: "stroke curve", d: path(values.map((value, i) => [x(i), value === null ? null : y(value)])) }));
 }
 
 const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
@@ -195,53 +273,4 @@ export function histogram(counts, firstDecade, box) {
   return element("svg", { width, height, role: "img",
     "aria-label": "Elements by magnitude: " + counts.map((value, i) => (value ? `${value} from ${power(firstDecade + i)}` : null)).filter(Boolean).join(", ") },
     element("line", { class: "grid", x1: 0, x2: width, y1: height - 18, y2: height - 18 }), ...bars, ...labels.filter(Boolean));
-}
-
-const KINDS = { arrived: "gathering", summed: "deciding", speculated: "awaiting", decided: "deciding", updated: "updating", sent: "sending" };
-export const KIND_WORDS = { arrived: "arriving", summed: "summing squares", speculated: "updating before the decision", decided: "deciding", updated: "updating", sent: "sending weights" };
-
-// One step on the threads of the service. Events are [kind, thread, chunk, begin, end] in microseconds.
-export function timeline(events, box) {
-  const threads = [...new Set(events.filter((event) => event[2] >= 0).map((event) => event[1]))].sort((a, b) => a - b);
-  const end = Math.max(...events.map((event) => event[4]), 1);
-  const [width, row, left] = [Math.max(620, widthOf(box)), 18, 66];
-  const height = TOP + Math.max(threads.length, 1) * row + 26;
-  const x = (time) => left + (time / end) * (width - left - 10);
-  const marks = [];
-  threads.forEach((thread, i) => {
-    marks.push(element("text", { x: left - 7, y: TOP + i * row + 13, "text-anchor": "end" }, `thread ${thread}`));
-    marks.push(element("line", { class: "grid", x1: left, x2: width - 10, y1: TOP + (i + 1) * row, y2: TOP + (i + 1) * row }));
-  });
-  // Neighbours that are nearer than a third of a point become one.
-  const last = new Map();
-  for (const [kind, thread, chunk, from, to] of [...events].sort((a, b) => a[3] - b[3])) {
-    if (chunk < 0) continue;
-    const key = `${kind} ${thread}`;
-    const before = last.get(key);
-    if (before && x(from) - before.right < 0.35) {
-      before.right = Math.max(before.right, x(to));
-      before.rect.setAttribute("width", Math.max(1.4, before.right - before.left).toFixed(2));
-      continue;
-    }
-    const rect = element("rect", { class: KINDS[kind] ?? "other", x: x(from).toFixed(2), width: Math.max(1.4, x(to) - x(from)).toFixed(2),
-      y: TOP + threads.indexOf(thread) * row + 3, height: row - 6, rx: 1 });
-    last.set(key, { rect, left: x(from), right: x(to) });
-    marks.push(rect);
-  }
-  for (const [kind, , chunk, from, to] of events) {
-    if (chunk >= 0 || kind === "begun") continue;
-    marks.push(element("line", { class: "cursor", x1: x(to), x2: x(to), y1: TOP, y2: height - 20 },
-      element("title", null, `${kind} at ${seconds(to / 1e6)}`)));
-  }
-  ticks(0, end, 8).forEach((time) =>
-    marks.push(element("text", { x: x(time), y: height - 5, "text-anchor": "middle" }, time ? seconds(time / 1e6) : "0")));
-  return element("svg", { width, height, role: "img", "aria-label": "The step on the threads of the service" }, ...marks);
-}
-
-export function busy(events) {
-  const sums = {};
-  for (const [kind, , chunk, from, to] of events) {
-    if (chunk >= 0) sums[kind] = (sums[kind] ?? 0) + (to - from) / 1e6;
-  }
-  return Object.entries(sums).map(([kind, time]) => [KINDS[kind] ?? "other", `${KIND_WORDS[kind] ?? kind} ${seconds(time)}`]);
 }

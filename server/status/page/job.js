@@ -1,46 +1,20 @@
 // One job: its ranks, charts, memory, groups, parameters, the timeline of a step, checkpoints.
-import { Chart, busy, drawLine, drawParts, histogram, timeline } from "./charts.js";
+import { histogram } from "./charts.js";
 import { ask, fact, overdue, perSecond, rate, stateOf, trouble } from "./service.js";
-import { bytes, count, element, morph, plural, real, seconds } from "./text.js";
-
-const MOST_STEPS = 600;
-const COLUMNS = ["step", "applied", "norm", "clip", "gathering", "awaiting", "deciding", "updating", "loss_scale"];
-
-// The service remembers the last 64 steps; the page those that it has seen.
-class History {
-  constructor() {
-    this.clear();
-  }
-  clear() {
-    for (const name of COLUMNS) this[name] = [];
-    this.reasons = {};
-  }
-  add(job) {
-    const { steps } = job;
-    const last = this.step.at(-1) ?? -1;
-    if (this.uid !== job.uid || job.committed_step < last) this.clear();
-    this.uid = job.uid;
-    const known = this.step.at(-1) ?? -1;
-    steps.step.forEach((step, i) => {
-      if (step <= known) return;
-      for (const name of COLUMNS) this[name].push(steps[name][i]);
-    });
-    Object.assign(this.reasons, steps.skip_reasons);
-    for (const name of COLUMNS) this[name].splice(0, Math.max(0, this[name].length - MOST_STEPS));
-  }
-}
-
-function card(id, title, hint, ...children) {
-  return element("section", { class: "card", id, "aria-label": title },
-    element("header", null, element("h2", null, title), hint ? element("p", null, hint) : null), ...children);
-}
+import { Steps } from "./steps.js";
+import { bytes, card, count, element, morph, plural, real, seconds } from "./text.js";
+import { Timeline } from "./timeline.js";
 
 function row(cells, attributes) {
   return element("tr", attributes, cells.map((cell) =>
     Array.isArray(cell) ? element("td", { class: "number" }, ...cell) : element("td", null, cell)));
 }
 
+// On a phone a row is a card, in which each cell has its head's words beside it.
 function table(heads, rows) {
+  for (const one of rows) {
+    [...one.children].forEach((cell, i) => cell.setAttribute("data-label", [heads[i]].flat()[0]));
+  }
   return element("div", { class: "scroll" }, element("table", null,
     element("thead", null, element("tr", null, heads.map((head) =>
       Array.isArray(head) ? element("th", { scope: "col", class: "number" }, head[0]) : element("th", { scope: "col" }, head)))),
@@ -189,55 +163,23 @@ class Parameters {
   }
 }
 
-class Timeline {
-  constructor(name) {
-    this.job = name;
-    this.button = element("button", { type: "button", class: "main", click: () => this.record() }, "Record the next step");
-    this.text = element("span", { class: "quiet small", role: "status" }, "Shows what each thread of the service does, chunk by chunk.");
-    this.picture = element("div");
-    this.section = card("timeline", "Timeline of a step", null, element("div", { class: "tools" }, this.button, this.text), this.picture);
-  }
-
-  async record() {
-    this.button.disabled = true;
-    this.text.textContent = "Waiting for a step to begin and end …";
-    try {
-      const answer = await ask("/api/timeline", { job: this.job, patience: 60 }, 70000);
-      if (answer.unavailable) throw new Error(answer.unavailable);
-      this.picture.replaceChildren(element("figure", { class: "scroll" }, timeline(answer.events, this.picture)),
-        element("ul", { class: "legend" }, busy(answer.events).map(([name, text]) => element("li", null, element("i", { class: name }), text))));
-      this.text.textContent = `Step ${count(answer.step)}, ${plural(answer.events.length, "event", "events")}` +
-        (answer.dropped ? `; ${count(answer.dropped)} more are left out, ballast trace has them` : "");
-    } catch (error) {
-      this.text.textContent = error.message;
-    }
-    this.button.disabled = false;
-  }
-}
-
 export class JobView {
   constructor(main, name) {
     this.main = main;
     this.name = name;
-    this.history = new History();
     this.head = element("div");
     this.ranks = element("section");
     this.memory = element("section");
     this.groups = element("section");
     this.checkpoints = element("section");
-    this.norm = new Chart("Gradient norm", false);
-    this.clip = new Chart("Clip coefficient", false);
-    this.parts = new Chart("Step time and its parts", true);
+    this.steps = new Steps(name);
     this.parameters = new Parameters(name);
     this.timeline = new Timeline(name);
-    this.skipped = element("p", { class: "quiet small" });
     this.begun = false;
   }
 
   begin() {
-    const charts = card("charts", "Steps", null, this.skipped,
-      element("div", { class: "charts" }, this.norm.figure, this.clip.figure, this.parts.figure));
-    this.main.replaceChildren(this.head, this.ranks, charts,
+    this.main.replaceChildren(this.head, this.ranks, this.steps.section,
       element("div", { class: "two" }, this.memory, this.checkpoints), this.groups, this.parameters.section, this.timeline.section);
     this.parameters.load();
     this.begun = true;
@@ -249,50 +191,35 @@ export class JobView {
       element("p", { class: "note" }, message), element("p", null, element("a", { href: "/" }, "All jobs")));
   }
 
-  update(job) {
+  async update(job) {
     if (!this.begun) this.begin();
-    this.history.add(job);
+    await this.steps.update(job); // The head has the last step's numbers.
     morph(this.head, this.headOf(job));
     morph(this.ranks, ranks(job));
     morph(this.memory, memory(job));
     morph(this.groups, groups(job));
     morph(this.checkpoints, checkpoints(job));
-    this.draw(job);
   }
 
   headOf(job) {
     const [word, kind] = stateOf(job);
     const why = trouble(job);
-    const last = this.history.step.length - 1;
-    const seconds_of_last = last < 0 ? null : ["gathering", "awaiting", "deciding", "updating"].reduce((sum, part) => sum + this.history[part][last], 0);
     return element("div", null,
       element("div", { class: "head" }, element("h1", null, job.name), element("span", { class: `pill ${kind}` }, word)),
       element("nav", { class: "sections", "aria-label": "On this page" },
         [["ranks", "Ranks"], ["charts", "Steps"], ["memory", "Memory"], ["checkpoints", "Checkpoints"], ["groups", "Groups"],
           ["parameters", "Parameters"], ["timeline", "Timeline"]].map(([id, text]) => element("a", { href: `#${id}` }, text))),
       element("div", { role: "status", id: "trouble" }, why ? element("p", { class: `note ${why[1]}` }, element("strong", null, why[0])) : null),
-      element("dl", { class: "facts eight" },
+      element("dl", { class: `facts of${8 + this.steps.facts.length}` },
         fact("Step", count(job.committed_step)),
         fact("Pace", perSecond(rate(job.uid, job.committed_step))),
-        fact("Last step", seconds(seconds_of_last)),
+        fact("Last step", seconds(job.last_step_seconds)),
         fact("Skipped", [count(job.skipped_steps), element("small", null, ` of ${count(job.applied_steps + job.skipped_steps)}`)]),
         fact("Clipped", [count(job.clipped_steps), element("small", null, ` of ${count(job.applied_steps)}`)]),
         fact("Parameters", [count(job.parameters), element("small", null, ` in ${count(job.chunks)} chunks`)]),
         fact("Gradients in", perSecondBytes(rate(`${job.uid} in`, job.traffic.gradients + job.traffic.gradients_shared))),
-        fact("Weights out", perSecondBytes(rate(`${job.uid} out`, job.traffic.weights + job.traffic.weights_shared)))));
-  }
-
-  draw(job) {
-    const history = this.history;
-    const mark = (i) => (!history.applied[i] ? "skipped" : history.clip[i] < 1 ? "clipped" : null);
-    const outcome = (i) => (!history.applied[i] ? ", skipped" : history.clip[i] < 1 ? ", clipped" : "");
-    this.norm.update(history, (width) => drawLine(history, history.norm, width, { limit: job.max_norm || null, mark,
-      say: (i) => real(history.norm[i]) + outcome(i) }));
-    this.clip.update(history, (width) => drawLine(history, history.clip.map((clip, i) => (history.applied[i] ? clip : null)), width, { low: 0, mark,
-      say: (i) => (history.applied[i] ? real(history.clip[i]) : "none") + outcome(i) }));
-    this.parts.update(history, (width) => drawParts(history, width));
-    const skipped = Object.keys(history.reasons).at(-1);
-    this.skipped.textContent = skipped === undefined ? "" : `Step ${skipped} was skipped: ${history.reasons[skipped]}.`;
+        fact("Weights out", perSecondBytes(rate(`${job.uid} out`, job.traffic.weights + job.traffic.weights_shared))),
+        this.steps.facts.map(([label, value]) => fact(label, value))));
   }
 }
 

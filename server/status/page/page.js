@@ -96,7 +96,7 @@ async function look() {
       showFoot(service);
       if (jobName === null) view.update(service);
     }
-    if (jobName !== null) view.update(await ask("/api/job", { job: jobName }));
+    if (jobName !== null) await view.update(await ask("/api/job", { job: jobName }));
     showPulse(true, "live");
   } catch (error) {
     if (error.code === 401 || error.code === 403) {

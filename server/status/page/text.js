@@ -24,6 +24,11 @@ export function seconds(value) {
   return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
 }
 
+// That `bytes` writes a number of.
+export function unitOf(value) {
+  return 1024 ** Math.max(0, Math.floor(Math.log2(value / 1000) / 10 + 1));
+}
+
 // null: what JSON makes of an infinity or NaN.
 export function real(value) {
   if (value === null || value === undefined) return "not finite";
@@ -46,6 +51,29 @@ export const phases = {
   broken: ["broken", "bad"],
   closed: ["closed", "bad"],
 };
+
+export function card(id, title, hint, ...children) {
+  return element("section", { class: "card", id, "aria-label": title },
+    element("header", null, element("h2", null, title), hint ? element("p", null, hint) : null), ...children);
+}
+
+// Values at which an axis is labelled: at most about `most`, round, within [low, high].
+export function ticks(low, high, most) {
+  const rough = (high - low) / most;
+  if (!(rough > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
+  const values = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) values.push(value);
+  return values;
+}
+
+// As real, short enough for an axis.
+export function axis(value) {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))} M`;
+  return size >= 1e4 ? `${Number((value / 1e3).toPrecision(4))} k` : real(Number(value.toPrecision(6)));
+}
 
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_NAMES = new Set(["svg", "g", "path", "line", "rect", "circle", "text", "title", "polyline"]);

@@ -390,6 +390,30 @@ TEST_F(CApi, ASkippedStepSaysWhy) {
   EXPECT_EQ(std::memcmp(rank.weights()[0].data(), before[0].data(), 600 * sizeof(float)), 0);
 }
 
+TEST_F(CApi, WhatIsReportedIsInTheHistory) {
+  CRank rank("reported", service());
+  rank.OpenWithWeights();
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  ASSERT_EQ(rank.PushAll(1, 0, 1), BALLAST_OK);
+  ASSERT_EQ(ballast_report_number(rank.session(), "loss", 2.5), BALLAST_OK);
+  ASSERT_EQ(ballast_report_seconds(rank.session(), 4, 3, 2, 1), BALLAST_OK);
+  EXPECT_EQ(ballast_report_number(rank.session(), "a loss", 2.5), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_report_number(rank.session(), nullptr, 2.5), BALLAST_INVALID_ARGUMENT);
+  for (int i = 1; i < 16; ++i) {
+    EXPECT_EQ(ballast_report_number(rank.session(), std::to_string(i).c_str(), i), BALLAST_OK);
+  }
+  EXPECT_EQ(ballast_report_number(rank.session(), "one too many", 1), BALLAST_INVALID_ARGUMENT);
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
+      << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  const ballast::LatestReports latest =
+      service_.engine().FindJob("reported").value()->Status().latest;
+  EXPECT_EQ(latest.numbers.at("loss"), 2.5);
+  EXPECT_EQ(latest.numbers.size(), 16u);
+  EXPECT_EQ(latest.seconds.compute, 4);
+  EXPECT_EQ(latest.seconds.wait, 1);
+}
+
 TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   CRank strict("strict", service());
   strict.OpenWithWeights();

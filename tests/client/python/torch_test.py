@@ -269,6 +269,41 @@ class TorchTest(unittest.TestCase):
                     self.assertGreater(norm, 0.05)
             self.assertLess(furthest(ours, theirs), 2 * TOLERANCE)
 
+    def test_logged_numbers_go_with_their_step_and_move_no_bit(self):
+        told = []
+        real = ballast.Session.report
+
+        def report(session, numbers=None, seconds=None):
+            told.append((dict(numbers or {}), seconds))
+            real(session, numbers, seconds)
+
+        quiet, logging = Model(), Model()
+        self.train(quiet, self.optimizer(quiet, job="quiet"), 3)
+        with mock.patch.object(ballast.Session, "report", report):
+            optimizer = self.optimizer(logging, job="logging", overlap=True)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(logging, batch(step))
+                seen = loss.detach().clone()
+                optimizer.log(loss=seen, **{"eval/step": step})
+                seen.zero_()  # It was copied.
+                loss.backward()
+                if step == 2:  # Which seals the step: what is logged later goes with the vote.
+                    torch.nn.utils.clip_grad_norm_(logging.parameters(), float("inf"))
+                    optimizer.log(late=float("nan"))
+                optimizer.step()
+                numbers, _ = told[-1]
+                self.assertEqual((numbers["loss"], numbers["eval/step"]), (loss.item(), step))
+        self.assertEqual([sorted(numbers) for numbers, _ in told], 3 * [["eval/step", "loss"]] + [["eval/step", "late", "loss"]])
+        self.assertEqual([seconds is None for _, seconds in told], [False, False, False, True])
+        self.assertGreater(told[1][1][0], 0)  # It has computed,
+        self.assertGreater(told[1][1][3], 0)  # and has waited for the step before.
+        self.assertEqual(furthest(quiet, logging), 0)
+        for numbers, error in (({"a b": 1}, ValueError), ({"x" * 65: 1}, ValueError), ({"loss": torch.zeros(2)}, ValueError),
+                               ({"loss": "1"}, TypeError), ({f"n{i}": i for i in range(17)}, ValueError)):
+            with self.assertRaises(error):
+                optimizer.log(**numbers)
+
     def test_a_step_that_is_not_finite_changes_nothing_and_says_why(self):
         model = Model()
         optimizer = self.optimizer(model)

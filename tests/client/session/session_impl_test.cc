@@ -88,6 +88,43 @@ TEST_F(SessionImplTest, AWholeStepPutsWeightsInPlace) {
   EXPECT_EQ(fake_->gradients().at(4).payload.data(), gradient_.data());
 }
 
+TEST_F(SessionImplTest, AReportGoesWithTheSealAndWithTheVoteAndWithNoLaterStep) {
+  OpenAndBegin();
+  ASSERT_TRUE(session_->Report({.numbers = {{"loss", 2}, {"tokens", 3}}, .seconds = {}}).ok());
+  ASSERT_TRUE(session_->EndMicroStep(0, {.all = false, .parameters = {}}).ok());
+  std::thread service([&] {
+    ASSERT_TRUE(fake_->AwaitSent(4));  // Open, begin, end and seal.
+    v1::TrainResponse norm;
+    norm.mutable_norm()->set_step(5);
+    fake_->Deliver(norm);
+    ASSERT_TRUE(fake_->AwaitSent(5));
+    Decide(5, false);
+    Commit(5);
+  });
+  ASSERT_TRUE(session_->Seal(1).ok());
+  // A number of the same name takes the other one's place.
+  ASSERT_TRUE(session_->Report({.numbers = {{"loss", 1}}, .seconds = {}}).ok());
+  EXPECT_EQ(session_->Report({.numbers = {{"a b", 1}}, .seconds = {}}).code(),
+            absl::StatusCode::kInvalidArgument);
+  ASSERT_TRUE(session_->Vote(SmallVote()).ok());
+  service.join();
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  std::thread next([&] {
+    ASSERT_TRUE(fake_->AwaitSent(8));  // Begin, end and seal.
+    Decide(6, false);
+    Commit(6);
+  });
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(session_->EndMicroStep(0, {.all = false, .parameters = {}}).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
+  next.join();
+  const std::vector<v1::TrainRequest> sent = fake_->sent();
+  EXPECT_EQ(sent[3].seal().report().numbers().at("loss"), 2);
+  EXPECT_EQ(sent[4].vote().report().numbers().at("loss"), 1);
+  EXPECT_EQ(sent[4].vote().report().numbers_size(), 2);
+  EXPECT_FALSE(sent[7].seal().has_report());
+}
+
 TEST_F(SessionImplTest, PushBlocksWhileTheWindowIsFull) {
   OpenAndBegin();
   ASSERT_TRUE(PushChunk(0).ok());

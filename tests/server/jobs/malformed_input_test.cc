@@ -145,6 +145,12 @@ TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
       v1::Job response;
       return service_.jobs().GetJob(context, request, &response);
     });
+    refuse(code, std::string("GetHistory ") + name, [&, name = name](grpc::ClientContext* context) {
+      v1::GetHistoryRequest request;
+      request.set_name(name);
+      v1::JobHistory response;
+      return service_.jobs().GetHistory(context, request, &response);
+    });
     refuse(code, std::string("CloseJob ") + name, [&, name = name](grpc::ClientContext* context) {
       v1::CloseJobRequest request;
       request.set_name(name);

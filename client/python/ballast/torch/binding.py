@@ -49,6 +49,7 @@ from .description import Described, check_group, lines, weights_in_lines
 from .moments import Moments, digest, gather, upload
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of
+from .reports import Clock, Logged
 from .returning import ReturningWeights, check_overlap_weights
 from .streaming import GradientStream
 from .watch import Watch
@@ -87,10 +88,13 @@ class Binding:
                  module: torch.nn.Module | None, credentials: dict[str, str | None],
                  resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
-                 keep_previous: bool = False, on_abort: str = "redo", owned_service: Service | None = None):
+                 keep_previous: bool = False, on_abort: str = "redo", owned_service: Service | None = None,
+                 logged: Logged | None = None):
         self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
+        self._logged = logged or Logged()
+        self._clock = Clock()
         self._in_step = False  # It is decided, and has not ended on the session.
         self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
@@ -401,6 +405,7 @@ class Binding:
         streamed = self.stream is not None and self.stream.begun
         if streamed:
             self._check_begun()
+        self._clock.lap("compute")
         with self._notifying():
             if streamed and (self.stream.sealed is not None or loss_scale != 1.0):
                 decision = self._vote(self.stream.seal(), loss_scale)
@@ -409,12 +414,14 @@ class Binding:
             comes_later = self._returning is not None and decision.applied
             if not comes_later:
                 self.session.receive_weights()
+            self._clock.lap("wait")
             self.step_count = decision.step
             if comes_later:
                 self._in_step = True
                 self._returning.begin(self._take_coming)
             elif decision.applied:
                 self._take_weights()
+                self._clock.lap("reduce" if self.places.together else "wait")
             if self.stream is not None:
                 self.stream.finish()
             elif self._overlap:
@@ -455,9 +462,11 @@ class Binding:
         """Around a wait for weights, which after Ctrl-C may be done again."""
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
+        self._clock.lap("compute")
         with self._notifying():
             try:
                 yield
+                self._clock.lap("wait")
             except Exception as error:
                 self._broken = self._broken or (_INTERRUPTED if isinstance(error, BallastError) else str(error))
                 raise
@@ -519,6 +528,7 @@ class Binding:
         else:
             micro_steps = self._give_rest(gradients)
         self._expected = {"expected_max_norm": self._max_norm}
+        self._report()
         return self.session.seal_and_vote(micro_steps, max_norm=self._max_norm, hyper_parameters=self._overrides())
 
     def _seal(self) -> Sealed:
@@ -526,10 +536,14 @@ class Binding:
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
         self.stream.check_ended()
+        self._clock.lap("compute")
         with self._notifying():
             gradients = self._gradients()
             self._broken = _INTERRUPTED
-            norm = self.session.seal(self._give_rest(gradients))
+            micro_steps = self._give_rest(gradients)
+            self._report()
+            norm = self.session.seal(micro_steps)
+        self._clock.lap("wait")
         self._broken = None
         return Sealed(norm, [parameter.grad for parameter in self.parameters])
 
@@ -543,9 +557,16 @@ class Binding:
         # By multipliers the service cannot know what will be clipped.
         self._expected = {"expected_max_norm": ballot.get("max_norm", 0.0)} if sealed.unscaling == 1 else {
             "expected_multipliers": len(self.source) * [sealed.unscaling]}
+        self.session.report(self._logged.read())  # What was logged since the seal, too.
         decision = self.session.vote(**ballot, hyper_parameters=self._overrides())
         coefficient = sealed.coefficient() if "multipliers" in ballot else decision.clip_coefficient
         return dataclasses.replace(decision, norm=decision.norm * sealed.unscaling, clip_coefficient=coefficient)
+
+    def _report(self) -> None:
+        """Goes with the seal that comes next. The gradients have left, so tensors that are read now are waited for no
+        longer than those were."""
+        self._clock.lap("send")
+        self.session.report(self._logged.read(), self._clock.take())
 
     def _overrides(self) -> list[HyperParameters] | None:
         """What has been set since the step began."""

@@ -16,6 +16,7 @@ from .binding import Binding, NothingToResume
 from .ddp import check_reduction
 from .description import check_group
 from .moments import Moments, moments_of
+from .reports import Logged
 from .returning import check_overlap_weights
 
 # A warning says the first skipped step, and from then on each of so many.
@@ -80,6 +81,7 @@ class Remote(torch.optim.Optimizer):
         self.clip_coefficient: float | None = None
         self.skipped: str | None = None
         self._skips = 0
+        self._logged = Logged()  # Of the next step.
 
     # ------------------------------------------------------------ a step
 
@@ -99,6 +101,7 @@ class Remote(torch.optim.Optimizer):
                                "backward only, and call step() after the replay")
         binding = self._bound(new=True)
         decision = binding.step(self._loss_scale(), self.param_groups)
+        self._logged.clear()
         self.grad_norm = decision.norm
         self.clip_coefficient = decision.clip_coefficient
         self.skipped = None if decision.applied else decision.skip_reason
@@ -110,6 +113,15 @@ class Remote(torch.optim.Optimizer):
             self._skips += 1
         self._tell_step()
         return loss
+
+    def log(self, **numbers: float | torch.Tensor) -> None:
+        """Numbers of the step that comes next, such as loss=loss, tokens_per_second=n / seconds, **{"eval/loss": x}: the
+        service keeps them in the job's history, and shows them on its page and as metrics. At any time before step(), on
+        any rank: of those that log any, the lowest rank's count. Nothing is decided by them, and they may be NaN.
+
+        A tensor of one element is copied where it is, and read by step() once the gradients have left, so a GPU is not
+        waited for earlier than anyway. At most 16 names in a step, of letters, digits, ".", "_", "/" and "-"."""
+        self._logged.add(numbers)
 
     @torch.no_grad()
     def undo_step(self) -> int:
@@ -201,7 +213,8 @@ class Remote(torch.optim.Optimizer):
             self._binding = Binding(
                 self.param_groups, self._current_hyper_parameters,
                 resume=resume, new=new or self._moments is not None, attach=attach or resume is not None,
-                checkpoint=checkpoint, moments=self._moments, owned_service=self._kept_service, **self._settings)
+                checkpoint=checkpoint, moments=self._moments, owned_service=self._kept_service, logged=self._logged,
+                **self._settings)
             self._moments = self._kept_service = None
             self._fill_state()
             self._tell_step()

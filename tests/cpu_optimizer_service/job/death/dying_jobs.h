@@ -197,6 +197,10 @@ class Worker {
     for (const StepRecord& record : status.recent_steps) {
       absl::StrAppend(&text, " ", record.outcome.step, ":", record.outcome.decision.norm);
     }
+    absl::StrAppend(&text, " history");
+    for (const HistoryEntry& entry : job_->History({}).entries) {
+      absl::StrAppend(&text, " ", entry.first_step, ":", entry.cells[0].mean);
+    }
     return text;
   }
 
