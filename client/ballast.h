@@ -490,6 +490,10 @@ int32_t ballast_summarise(const ballast_session* session, size_t parameter, ball
 int32_t ballast_save(ballast_session* session, const char* directory);
 int32_t ballast_load(ballast_session* session, const char* directory);
 
+/* Closes the job, of all ranks, which forgets its state and gives its memory back: ballast_save it first. The sessions of
+ * all ranks end; close each with ballast_close. Takes an operator of the job. */
+int32_t ballast_close_job(ballast_session* session);
+
 /* Undoes the last committed step, exactly, of a job with keep_previous, and ends the sessions of all ranks, this one
  * included; opened again they are at the step before. undone_step may be null. FAILED_PRECONDITION: some rank has begun
  * the next step, or there is nothing to undo: one step alone can be, and none of before a load. */

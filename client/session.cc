@@ -28,7 +28,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Cha
 
 absl::Status Session::CloseJob(const std::shared_ptr<grpc::Channel>& channel,
                                const std::string& job, const std::string& uid) {
-  constexpr absl::Duration kLimit = absl::Seconds(10);
+  constexpr absl::Duration kLimit = absl::Minutes(5);  // Much memory takes long to be given back.
   grpc::ClientContext context;
   context.set_deadline(proto::Deadline(kLimit));
   v1::CloseJobRequest request;

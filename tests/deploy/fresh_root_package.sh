@@ -157,7 +157,7 @@ journalctl --unit=ballastd --output=cat | grep -q "flag --memory-limit: bad valu
 sed -i 's/^memory-limit = lots/memory-limit = 1GiB/' $config
 ballastd --config=$config --check-config >/dev/null || fault "--check-config refuses it"
 systemctl restart ballastd
-journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.0 GiB' || fault "the flag is not in force"
+journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.00 GiB' || fault "the flag is not in force"
 
 echo "8. another host trains over TLS and Prometheus scrapes, as the page says; others do not"
 echo '127.0.0.1 gpu1.example' >>/etc/hosts
