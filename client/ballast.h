@@ -30,8 +30,8 @@
  *
  * Structures begin with their size, which the caller sets to sizeof. A library that is newer than
  * the program reads what the program knows, and takes zero for the rest. Strings are UTF-8, end
- * with a zero byte, and are copied. client/session.h documents the same session in C++, with the
- * meaning of every error.
+ * with a zero byte, and are copied. ballast/client/session.h documents the same session in C++, with
+ * the meaning of every error.
  */
 #ifndef BALLAST_CLIENT_BALLAST_H_
 #define BALLAST_CLIENT_BALLAST_H_
