@@ -30,8 +30,8 @@
  *
  * Structures begin with their size, which the caller sets to sizeof. A library that is newer than
  * the program reads what the program knows, and takes zero for the rest. Strings are UTF-8, end
- * with a zero byte, and are copied. client/session.h documents the same session in C++, with the
- * meaning of every error.
+ * with a zero byte, and are copied. ballast/client/session.h documents the same session in C++, with
+ * the meaning of every error.
  */
 #ifndef BALLAST_CLIENT_BALLAST_H_
 #define BALLAST_CLIENT_BALLAST_H_
@@ -499,6 +499,10 @@ int32_t ballast_summarise(const ballast_session* session, size_t parameter, ball
  * of all ranks, this one included. */
 int32_t ballast_save(ballast_session* session, const char* directory);
 int32_t ballast_load(ballast_session* session, const char* directory);
+
+/* Closes the job, of all ranks, which forgets its state and gives its memory back: ballast_save it first. The sessions of
+ * all ranks end; close each with ballast_close. Takes an operator of the job. */
+int32_t ballast_close_job(ballast_session* session);
 
 /* Undoes the last committed step, exactly, of a job with keep_previous, and ends the sessions of all ranks, this one
  * included; opened again they are at the step before. undone_step may be null. FAILED_PRECONDITION: some rank has begun

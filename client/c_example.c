@@ -3,11 +3,10 @@
  *   ballastd &
  *   ballast-c-example 127.0.0.1:7070
  */
+#include <ballast/ballast.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-#include "client/ballast.h"
 
 enum { kPoints = 64, kInputs = 3, kSteps = 400 };
 

@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "client/connect.h"
-#include "client/session.h"
+#include "ballast/client/connect.h"
+#include "ballast/client/session.h"
 
 namespace client = ballast::client;
 

@@ -30,9 +30,9 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Cha
 
 absl::Status Session::CloseJob(const std::shared_ptr<grpc::Channel>& channel,
                                const std::string& job, const std::string& uid) {
-  constexpr absl::Duration kLimit = absl::Seconds(10);
+  constexpr absl::Duration kLimit = absl::Minutes(5);  // Much memory takes long to be given back.
   Connection connection(channel);
-  BALLAST_ASSIGN_OR_RETURN(const auto connected, connection.Connected(kLimit));
+  BALLAST_ASSIGN_OR_RETURN(const auto connected, connection.Connected(absl::Seconds(10)));
   grpc::ClientContext context;
   context.set_deadline(proto::Deadline(kLimit));
   v1::CloseJobRequest request;

@@ -1,6 +1,7 @@
 #include "cpu_optimizer_service/engine.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -46,7 +47,8 @@ std::string MakeInstanceId() {
 
 struct Engine::Impl {
   explicit Impl(const EngineOptions& options)
-      : budget(options.memory_limit_bytes),
+      : goes_on(options.goes_on),
+        budget(options.memory_limit_bytes),
         own_arenas(MakeAnonymousArenaFactory(&tasks, options.warn)),
         tasks(options.threads),
         environment{.budget = &budget,
@@ -69,17 +71,29 @@ struct Engine::Impl {
   }
 
   // For the message that there is no such job.
-  std::string WhatBecameOf(const std::string& name) const {
-    const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - began);
-    const std::string since = absl::StrCat(
-        "; this service began ",
-        age.count() == 0 ? "just now"
-                         : absl::StrCat(absl::FormatDuration(absl::FromChrono(age)), " ago"),
-        ", and what an earlier one had not saved is lost");
-    if (environment.checkpoints == nullptr) return since;
+  std::string WhatBecameOf(const std::string& name, absl::string_view uid) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    std::string text;
+    const bool was_closed = std::any_of(closed.begin(), closed.end(), [&](const auto& one) {
+      return absl::string_view(one.data(), one.size()) == uid;
+    });
+    if (was_closed) {
+      text = "; it was closed";
+    } else if (!uid.empty() && lost.count(std::string(uid)) > 0) {
+      text = "; it was lost when the service's process ended: see the service's log";
+    } else if (!uid.empty() && !goes_on && !has_taken_over) {
+      // Its caller has had the job, and this process has not.
+      const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - began);
+      text = absl::StrCat("; this service began ",
+                          age.count() == 0
+                              ? "just now"
+                              : absl::StrCat(absl::FormatDuration(absl::FromChrono(age)), " ago"),
+                          ", and what an earlier one had not saved is lost");
+    }
+    if (environment.checkpoints == nullptr) return text;
     const std::optional<CheckpointFacts> saved = environment.checkpoints->Find(name);
-    if (!saved.has_value()) return since;
-    return absl::StrCat(since, "; saved was step ", saved->step, ", in ", saved->directory, ": ",
+    if (!saved.has_value()) return text;
+    return absl::StrCat(text, "; saved was step ", saved->step, ", in ", saved->directory, ": ",
                         HowToResume(name));
   }
 
@@ -94,6 +108,7 @@ struct Engine::Impl {
 
   using Clock = std::chrono::steady_clock;
   const Clock::time_point began = Clock::now();
+  const bool goes_on;
   const std::string instance_id = MakeInstanceId();
   MemoryBudget budget;
   // Ends after the last task, which may still ask for memory, and until then only keeps the address
@@ -122,6 +137,11 @@ struct Engine::Impl {
 
   mutable Mutex mutex;
   std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
+  // Uids, for WhatBecameOf: of jobs that an earlier process had, and of the last that were closed.
+  bool has_taken_over ABSL_GUARDED_BY(mutex) = false;
+  std::set<std::string> lost ABSL_GUARDED_BY(mutex);
+  std::array<std::array<char, kJobUidCharacters>, 64> closed ABSL_GUARDED_BY(mutex) = {};
+  uint64_t closes ABSL_GUARDED_BY(mutex) = 0;
 };
 
 Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {
@@ -239,9 +259,10 @@ Engine::TakenOver Engine::TakeOverJobs() {
       taken.left.emplace_back(job.status().message());
       continue;
     }
+    MutexLock lock(impl_->mutex);
+    impl_->has_taken_over = true;
     if (job.ok()) {
       const std::string name = (*job)->spec().name;
-      MutexLock lock(impl_->mutex);
       const auto [entry, is_new] = impl_->jobs.try_emplace(name);
       if (is_new) {
         entry->second.job = *std::move(job);
@@ -255,10 +276,12 @@ Engine::TakenOver Engine::TakeOverJobs() {
                                           ") is not taken over; the other one, at step ",
                                           kept.Position().committed_step, " (uid ", kept.uid(),
                                           "), is", impl_->LastCheckpointOf(uid)));
+        impl_->lost.insert(uid);
       }
     } else if (!absl::IsNotFound(job.status())) {
       taken.lost.push_back(
           absl::StrCat(job.status().message(), " (uid ", uid, ")", impl_->LastCheckpointOf(uid)));
+      impl_->lost.insert(uid);
     }
     // Of a job that was never whole, or whose end had begun; or of what this version does not use.
     for (const std::string& name : memory->Left()) {
@@ -268,12 +291,13 @@ Engine::TakenOver Engine::TakeOverJobs() {
   return taken;
 }
 
-absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name) const {
+absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name,
+                                                     absl::string_view uid) const {
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
   if (found == impl_->jobs.end()) {
     return WithReason(
-        absl::NotFoundError(absl::StrCat("there is no job ", name, impl_->WhatBecameOf(name))),
+        absl::NotFoundError(absl::StrCat("there is no job ", name, impl_->WhatBecameOf(name, uid))),
         reason::kNoSuchJob);
   }
   if (!found->second.ready) {
@@ -302,19 +326,31 @@ Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
 }
 
 Pending Engine::CloseJob(std::shared_ptr<Job> job, Done<bool> done) {
+  return Close(std::move(job), std::nullopt, std::move(done));
+}
+
+Pending Engine::CloseUnusedJob(std::shared_ptr<Job> job, const Job::Use& unused, Done<bool> done) {
+  return Close(std::move(job), unused, std::move(done));
+}
+
+Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, Done<bool> done) {
   auto& closing = static_cast<JobImpl&>(*job);
-  return closing.Close(
-      [this, job = std::move(job), done = std::move(done)](absl::StatusOr<bool> closed) mutable {
-        if (closed.ok()) {
-          MutexLock lock(impl_->mutex);
-          const auto found = impl_->jobs.find(job->spec().name);
-          // Two calls may close one job. When the second one's turn comes, the name may be another
-          // job's.
-          if (found != impl_->jobs.end() && found->second.job == job) impl_->jobs.erase(found);
-        }
-        job.reset();  // Its memory is free when the caller is told, unless a reader has it.
-        std::move(done)(std::move(closed));
-      });
+  return closing.Close(unused, [this, job = std::move(job),
+                                done = std::move(done)](absl::StatusOr<bool> closed) mutable {
+    if (closed.ok()) {
+      MutexLock lock(impl_->mutex);
+      const auto found = impl_->jobs.find(job->spec().name);
+      // Two calls may close one job. When the second one's turn comes, the name may be another
+      // job's.
+      if (found != impl_->jobs.end() && found->second.job == job) {
+        impl_->jobs.erase(found);
+        auto& uid = impl_->closed[impl_->closes++ % impl_->closed.size()];
+        job->uid().copy(uid.data(), uid.size());
+      }
+    }
+    job.reset();  // Its memory is free when the caller is told, unless a reader has it.
+    std::move(done)(std::move(closed));
+  });
 }
 
 absl::Status Engine::CloseJob(const std::string& name) {

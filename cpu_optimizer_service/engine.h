@@ -12,6 +12,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,9 @@ struct EngineOptions {
   FileSystem* file_system = nullptr;
   // Where jobs are saved by name, which outlives the engine too; null: nowhere.
   CheckpointDirectory* checkpoints = nullptr;
+  // In the place of an earlier process, of which named memory has all jobs. Otherwise it is said of
+  // a job that this process never had, that what was not saved of it is lost.
+  bool goes_on = false;
 };
 
 // A job of no parameters costs memory too, that no limit counts.
@@ -69,9 +73,11 @@ class Engine {
     std::vector<std::string> left;
   };
   TakenOver TakeOverJobs();
-  // NOT_FOUND, which says how a job of that name goes on that was saved. UNAVAILABLE: it is being
-  // created.
-  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;
+  // NOT_FOUND, which says how a job of that name goes on that was saved, and what became of the one
+  // with this uid, as far as it is known. UNAVAILABLE: it is being created. The job that is found
+  // may have another uid.
+  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name,
+                                               absl::string_view uid = {}) const;
   std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
   // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
   // caller's thread.
@@ -79,6 +85,9 @@ class Engine {
   absl::Status CloseJob(const std::string& name);
   // This job alone, whichever has its name by now. OK if it is closed already.
   Pending CloseJob(std::shared_ptr<Job> job, Done<bool> done);
+  // The same of a job that nobody uses: FAILED_PRECONDITION, and nothing is closed, if it has a
+  // stream, it has been used since it was like `unused`, or the service drains.
+  Pending CloseUnusedJob(std::shared_ptr<Job> job, const Job::Use& unused, Done<bool> done);
 
   // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress
   // that somebody is there to finish, at most `seconds`; true if no job has any step in progress.
@@ -114,6 +123,8 @@ class Engine {
 
  private:
   struct Impl;
+  Pending Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, Done<bool> done);
+
   std::unique_ptr<Impl> impl_;
 };
 

@@ -18,7 +18,9 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller&
 
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
                                              const std::string& name, const std::string& uid) {
-  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, FindJob(engine, caller, name));
+  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseJobName(name));
+  BALLAST_RETURN_IF_ERROR(caller.Check(parsed.job));
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, engine.FindJob(parsed.job, uid));
   if (uid.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("no uid of ", name,

@@ -630,6 +630,14 @@ int32_t ballast_load(ballast_session* session, const char* directory) {
   });
 }
 
+int32_t ballast_close_job(ballast_session* session) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    return Session::CloseJob(session->channel, session->options.job.name,
+                             session->session->job_uid());
+  });
+}
+
 int32_t ballast_undo(ballast_session* session, uint64_t* undone_step) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));

@@ -101,15 +101,22 @@ int ChromeTrace::TrackNumber(const Track& track, std::string& text) {
   return number;
 }
 
+void ChromeTrace::AppendSlice(int track, const ChromeTraceWriter::Event& event, std::string& text) {
+  text += writer_.Slice(track, event);
+  ++events_;
+}
+
 void ChromeTrace::AppendStep(const v1::TraceEvent& event, std::string& text) {
   const int track = TrackNumber({TrackKind::kSteps, 0}, text);
   const Json arguments = {{"step", event.step()}};
   const auto slice = [&](const std::string& name, int64_t begin_ns) {
-    text += writer_.Slice(track, {.name = name,
-                                  .category = "step",
-                                  .begin_us = Microseconds(begin_ns),
-                                  .duration_us = Microseconds(event.end_ns() - begin_ns),
-                                  .arguments = arguments});
+    AppendSlice(track,
+                {.name = name,
+                 .category = "step",
+                 .begin_us = Microseconds(begin_ns),
+                 .duration_us = Microseconds(event.end_ns() - begin_ns),
+                 .arguments = arguments},
+                text);
   };
   if (event.kind() == v1::BEGUN) begun_ = event;
   if (event.kind() == v1::DECIDED) {
@@ -126,18 +133,21 @@ void ChromeTrace::AppendStep(const v1::TraceEvent& event, std::string& text) {
                                   .category = what,
                                   .begin_us = Microseconds(event.end_ns()),
                                   .arguments = arguments});
+  ++events_;
 }
 
 void ChromeTrace::AppendChunk(const v1::TraceEvent& event, std::string& text) {
   const int track = TrackNumber({TrackKind::kThread, event.thread()}, text);
-  text += writer_.Slice(track, {.name = absl::StrCat(Name(event.kind()), " chunk ", event.chunk()),
-                                .category = Name(event.kind()),
-                                .begin_us = Microseconds(event.begin_ns()),
-                                .duration_us = Microseconds(event.end_ns() - event.begin_ns()),
-                                .arguments = {{"step", event.step()},
-                                              {"chunk", event.chunk()},
-                                              {"rank", layout_.chunks()[event.chunk()].rank},
-                                              {"parameter", FirstParameter(event.chunk())}}});
+  AppendSlice(track,
+              {.name = absl::StrCat(Name(event.kind()), " chunk ", event.chunk()),
+               .category = Name(event.kind()),
+               .begin_us = Microseconds(event.begin_ns()),
+               .duration_us = Microseconds(event.end_ns() - event.begin_ns()),
+               .arguments = {{"step", event.step()},
+                             {"chunk", event.chunk()},
+                             {"rank", layout_.chunks()[event.chunk()].rank},
+                             {"parameter", FirstParameter(event.chunk())}}},
+              text);
 }
 
 void ChromeTrace::AppendSent(std::string& text) {
@@ -154,11 +164,13 @@ void ChromeTrace::AppendSent(std::string& text) {
     for (const v1::TraceEvent& event : sent_) chunks.push_back(event.chunk());
   }
   const int track = TrackNumber({TrackKind::kRank, rank}, text);
-  text += writer_.Slice(track, {.name = absl::StrCat("sent ", ChunkNames(sent_)),
-                                .category = "sent",
-                                .begin_us = Microseconds(first.begin_ns()),
-                                .duration_us = Microseconds(first.end_ns() - first.begin_ns()),
-                                .arguments = std::move(arguments)});
+  AppendSlice(track,
+              {.name = absl::StrCat("sent ", ChunkNames(sent_)),
+               .category = "sent",
+               .begin_us = Microseconds(first.begin_ns()),
+               .duration_us = Microseconds(first.end_ns() - first.begin_ns()),
+               .arguments = std::move(arguments)},
+              text);
   sent_.clear();
 }
 

@@ -45,6 +45,9 @@ class ChromeTrace {
   std::string Head() const { return writer_.Head(); }
   std::string Add(const v1::TraceEvent& event);
   std::string Tail(uint64_t dropped_events);
+  // In the file so far, without the descriptions of its tracks. A step's events are more than one of
+  // the service's, and the weights of a message one.
+  int64_t events() const { return events_; }
 
  private:
   using Json = ChromeTraceWriter::Json;
@@ -55,6 +58,7 @@ class ChromeTrace {
 
   // The track's number in the file. Describes a new track in `text`.
   int TrackNumber(const Track& track, std::string& text);
+  void AppendSlice(int track, const ChromeTraceWriter::Event& event, std::string& text);
   void AppendStep(const v1::TraceEvent& event, std::string& text);
   void AppendChunk(const v1::TraceEvent& event, std::string& text);
   // Weights that were sent in one message are one event.
@@ -64,6 +68,7 @@ class ChromeTrace {
   const std::string job_;
   const Layout& layout_;
   const ChromeTraceWriter writer_;
+  int64_t events_ = 0;
   std::map<Track, int> tracks_;       // Their numbers in the file.
   v1::TraceEvent begun_;              // The latest BEGUN.
   std::vector<v1::TraceEvent> sent_;  // SENT events of one message, not written yet.

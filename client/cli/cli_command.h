@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -14,8 +15,15 @@ namespace ballast::client::cli {
 
 class Service;
 
-// Does the work and returns the text to print.
-using Action = std::function<absl::StatusOr<std::string>(Service& service, bool json)>;
+// What an action prints on standard output.
+struct Answer {
+  Answer(std::string text, bool good = true) : text(std::move(text)), good(good) {}
+  std::string text;
+  bool good;  // False: the exit code is 1, as where a plan does not fit.
+};
+
+// Does the work.
+using Action = std::function<absl::StatusOr<Answer>(Service& service, bool json)>;
 
 // What abort-step, undo and load do to the trainers, for their help and their output.
 inline constexpr char kGenerationRises[] =
@@ -30,6 +38,8 @@ struct Command {
   CommandSpec spec;
   // How long one call to the service may take, in seconds, unless --timeout says otherwise.
   double timeout_seconds = 10;
+  // Otherwise it has no flags that are about one, and must not use it.
+  bool asks_service = true;
   // Errors mean wrong usage. The service has not been called yet.
   absl::StatusOr<Action> (*prepare)(const Arguments& arguments);
 };
@@ -42,6 +52,7 @@ Command CloseCommand();
 Command GroupsCommand();
 Command SetGroupCommand();
 Command StateCommand();
+Command HistoryCommand();
 Command TraceCommand();
 Command SaveCommand();
 Command LoadCommand();
@@ -51,6 +62,7 @@ Command CheckpointsCommand();
 Command VerifyCommand();
 Command PlanCommand();
 Command DoctorCommand();
+Command CompletionCommand();
 
 // All commands, in the order of the help.
 std::vector<Command> AllCommands();

@@ -30,8 +30,9 @@ std::string ToText(const Exported& exported, const ExportOrder& order) {
     absl::StrAppend(&text, "passed over, because it is damaged: ", damage, "\n");
   }
   absl::StrAppend(&text, "exported job ", exported.job, " at step ", exported.step, " of ",
-                  exported.checkpoint, ": ", exported.tensors, " tensors in ", Name(order.dtype),
-                  ", ", FormatBytes(exported.bytes), ", as ", exported.files.front());
+                  exported.checkpoint, ": ", Counted(exported.tensors, "tensor"), " in ",
+                  Name(order.dtype), ", ", FormatBytes(exported.bytes), ", as ",
+                  exported.files.front());
   if (exported.files.size() > 1) {
     absl::StrAppend(&text, " and ", exported.files.size() - 1, " more, with their index");
   }
@@ -90,6 +91,7 @@ Command ExportCommand() {
                    "parameters are in no checkpoint.",
                .flags = {{"dtype", "DTYPE", "bf16 or fp32 (default bf16)"},
                          {"file-gb", "GB", "begin another file before one has more (default 5)"}}},
+      .asks_service = false,
       .prepare = PrepareExport};
 }
 

@@ -1,4 +1,4 @@
-// jobs, job, abort-step, undo, close.
+// jobs, job, history, abort-step, undo, close.
 #include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
@@ -31,6 +31,15 @@ absl::StatusOr<Action> PrepareJob(const Arguments& arguments) {
       };
 }
 
+absl::StatusOr<Action> PrepareHistory(const Arguments& arguments) {
+  return
+      [job = arguments.positional(0)](Service& service, bool json) -> absl::StatusOr<std::string> {
+        BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
+        if (!json) return StepHistoryText(response);
+        return Dump({{"job", job}, {"steps", ToJson(response)["recent_steps"]}});
+      };
+}
+
 absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
   return [job = arguments.positional(0)](Service& service,
                                          bool json) -> absl::StatusOr<std::string> {
@@ -57,12 +66,11 @@ absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
                                          bool json) -> absl::StatusOr<std::string> {
     // What is seen now goes with the request. Read may then repeat it after a lost answer, and the
     // step is undone only once.
-    const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
-    if (!now.ok()) return service.SuggestJob(now.status(), job);
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job now, service.GetJob(job, false));
     v1::UndoStepRequest request;
     request.set_name(proto::JobName(job));
-    request.set_step(now->committed_step());
-    *request.mutable_generation() = now->generation();
+    request.set_step(now.committed_step());
+    *request.mutable_generation() = now.generation();
     const auto response = service.Read(service.jobs(), &v1::JobService::Stub::UndoStep, request);
     if (!response.ok()) return service.SuggestJob(response.status(), job);
     if (json) return Dump({{"job", job}, {"undone_step", response->undone_step()}});
@@ -80,16 +88,15 @@ constexpr absl::Duration kLookEvery = absl::Milliseconds(50);
 absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& job) {
   const auto end = std::chrono::steady_clock::now() + kLeaving;
   while (true) {
-    const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
-    if (!now.ok()) return service.SuggestJob(now.status(), job);
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job now, service.GetJob(job, false));
     const auto attached =
-        std::count_if(now->ranks().begin(), now->ranks().end(),
+        std::count_if(now.ranks().begin(), now.ranks().end(),
                       [](const v1::RankProgress& rank) { return rank.attached(); });
-    if (attached == 0) return now->uid();
+    if (attached == 0) return now.uid();
     if (std::chrono::steady_clock::now() >= end) {
       return absl::FailedPreconditionError(
-          absl::StrCat("job ", job, " is in training: ", attached, " of ", now->world_size(),
-                       " workers are attached, at step ", now->committed_step(),
+          absl::StrCat("job ", job, " is in training: ", attached, " of ", now.world_size(),
+                       " workers are attached, at step ", now.committed_step(),
                        "; stop them, or give it up, "
                        "with all its state: ballast close ",
                        job, " --force"));
@@ -136,6 +143,16 @@ Command JobCommand() {
           .prepare = PrepareJob};
 }
 
+Command HistoryCommand() {
+  return {.spec = {.name = "history",
+                   .positionals = {"JOB"},
+                   .summary = "the last steps: norm, clipping, learning rate, time, skips",
+                   .details = "Oldest first. What each group's hyper-parameters were: ballast "
+                              "groups JOB --history.",
+                   .flags = {}},
+          .prepare = PrepareHistory};
+}
+
 Command AbortStepCommand() {
   return {
       .spec = {.name = "abort-step",
@@ -168,6 +185,7 @@ Command CloseCommand() {
                    .summary = "forgets the job and all its state; save it first",
                    .details = "Refused while workers are attached: their training would end.",
                    .flags = {{"force", "", "also in the midst of a training"}}},
+          .timeout_seconds = 300,  // Much memory takes long to be given back.
           .prepare = PrepareClose};
 }
 

@@ -89,7 +89,8 @@ Json StepToJson(const v1::StepRecord& step) {
           {"unused_parameters", Array(step.unused_parameters())},
           {"speculated_chunks", step.speculated_chunks()},
           {"published_chunks", step.published_chunks()},
-          {"redone_chunks", step.redone_chunks()}};
+          {"redone_chunks", step.redone_chunks()},
+          {"seconds", step.seconds()}};
 }
 
 // The fields that both the list and a single job show.

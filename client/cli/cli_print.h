@@ -10,7 +10,9 @@
 namespace ballast::client::cli {
 
 std::string JobsText(const v1::ListJobsResponse& response);
-std::string JobText(const v1::Job& job);  // In cli_print_job.cc.
+// Two in cli_print_job.cc: `job`, `history`.
+std::string JobText(const v1::Job& job);
+std::string StepHistoryText(const v1::Job& job);
 std::string GroupsText(const v1::Job& job);
 std::string GroupText(const v1::ParamGroup& group);
 std::string SummaryText(const v1::StateSummary& summary);

@@ -280,6 +280,23 @@ std::string CoverageText(const v1::Job& job) {
 
 }  // namespace
 
+std::string StepHistoryText(const v1::Job& job) {
+  if (job.recent_steps().empty()) return "no step has been decided yet\n";
+  Table table({{"step", kRight},
+               {"norm", kRight},
+               {"clip", kRight},
+               {"lr"},
+               {"seconds", kRight},
+               {"skipped because"}});
+  for (const v1::StepRecord& step : job.recent_steps()) {
+    table.Add({absl::StrCat(step.step()), FormatNumber(step.norm()),
+               FormatNumber(step.clip_coefficient()), RatesText(step),
+               step.seconds() > 0 ? FormatNumber(step.seconds()) : "-",
+               step.applied() ? "" : step.skip_reason()});
+  }
+  return table.ToString();
+}
+
 std::string JobText(const v1::Job& job) {
   std::string text = absl::StrCat(
       FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),

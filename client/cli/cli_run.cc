@@ -7,6 +7,8 @@
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "client/connect.h"
+#include "client/default_service.h"
+#include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "cpu_optimizer_service/common/text/suggestions.h"
 
@@ -30,22 +32,28 @@ std::string OverviewText(const std::vector<Command>& commands) {
   }
   absl::StrAppend(&text,
                   "  help [COMMAND]           this text, or a command's flags\n\n"
-                  "Every command takes --service ADDRESS (host:port or unix:/path; default "
-                  "127.0.0.1:7070),\n--json, --timeout SECONDS, --wait SECONDS, and, where the "
-                  "service asks for them,\n--tls-ca, --tls-cert, --tls-key and --token-file.\n");
+                  "Every command takes --json; those that ask a service take --service ADDRESS "
+                  "(host:port or\nunix:/path; default: BALLAST_SERVICE, 127.0.0.1:7070, or the "
+                  "socket of the packaged service),\n--timeout SECONDS, --wait SECONDS, and, where "
+                  "the service asks for them, --tls-ca, --tls-cert,\n--tls-key and "
+                  "--token-file. `ballast --version` says which build this is.\n");
   return text;
 }
 
 void AddCommonFlags(Command& command) {
+  command.spec.flags.push_back({"json", "", "print JSON instead of a table"});
+  command.spec.flags.push_back({"help", "", "print this text"});
+  if (!command.asks_service) return;
   command.spec.flags.push_back(
-      {"service", "ADDRESS", "host:port or unix:/path (default 127.0.0.1:7070)"});
+      {"service", "ADDRESS",
+       "host:port or unix:/path (default: BALLAST_SERVICE, 127.0.0.1:7070, or the socket of the "
+       "packaged service)"});
   command.spec.flags.push_back(
       {"tls-ca", "FILE", "the authority of a service with TLS (or BALLAST_TLS_CA)"});
   command.spec.flags.push_back({"tls-cert", "FILE", "a certificate (or BALLAST_TLS_CERT)"});
   command.spec.flags.push_back({"tls-key", "FILE", "its key (or BALLAST_TLS_KEY)"});
   command.spec.flags.push_back(
       {"token-file", "FILE", "a token, for TLS and unix sockets (or BALLAST_TOKEN_FILE)"});
-  command.spec.flags.push_back({"json", "", "print JSON instead of a table"});
   command.spec.flags.push_back(
       {"timeout", "SECONDS",
        absl::StrCat("longest wait for an answer (default ", command.timeout_seconds, ")")});
@@ -53,7 +61,6 @@ void AddCommonFlags(Command& command) {
       {"wait", "SECONDS",
        "longest wait for a service that cannot be reached, as while its process is started again "
        "(default 0); only commands that change nothing wait"});
-  command.spec.flags.push_back({"help", "", "print this text"});
 }
 
 // An error is one line, whatever a service's message has.
@@ -81,36 +88,41 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   // Wrong usage is found before the service is called.
   absl::StatusOr<Action> action = command.prepare(arguments);
   if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
-  const std::string address = arguments.Get("service", "127.0.0.1:7070");
+  const std::string address =
+      arguments.Has("service") ? arguments.Get("service", "") : DefaultService();
   if (const absl::Status status = CheckAddress(address); !status.ok()) {
     return Fail(kWrongUsage, status, see, error);
   }
-  const Credentials credentials = OrEnvironment({.tls_ca = arguments.Get("tls-ca", ""),
-                                                 .tls_cert = arguments.Get("tls-cert", ""),
-                                                 .tls_key = arguments.Get("tls-key", ""),
-                                                 .token_file = arguments.Get("token-file", "")});
+  Credentials credentials;
+  if (command.asks_service) {
+    credentials = OrEnvironment({.tls_ca = arguments.Get("tls-ca", ""),
+                                 .tls_cert = arguments.Get("tls-cert", ""),
+                                 .tls_key = arguments.Get("tls-key", ""),
+                                 .token_file = arguments.Get("token-file", "")});
+  }
   // This reads certificates and tokens, so what is wrong with them is found before the call, too.
   const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = NewChannel(address, credentials);
   if (!channel.ok()) return Fail(kWrongUsage, channel.status(), "", error);
   // Bounded: an infinite timeout would overflow the clock.
   Service service(address, *channel, credentials, absl::Seconds(std::min(seconds, 1e9)),
                   absl::Seconds(std::min(wait->value_or(0), 1e9)));
-  absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
-  if (!text.ok()) return Fail(kFailed, text.status(), "", error);
+  absl::StatusOr<Answer> answer = (*action)(service, arguments.Has("json"));
+  if (!answer.ok()) return Fail(kFailed, answer.status(), "", error);
   // JSON is ASCII with its control characters escaped (Dump). Text gets that here, once for all
   // commands.
-  output = arguments.Has("json") ? *std::move(text) : Printable(*text, Newlines::kKeep);
-  return kDone;
+  output =
+      arguments.Has("json") ? std::move(answer->text) : Printable(answer->text, Newlines::kKeep);
+  return answer->good ? kDone : kFailed;
 }
 
 }  // namespace
 
 std::vector<Command> AllCommands() {
   std::vector<Command> commands = {
-      JobsCommand(),        JobCommand(),    GroupsCommand(),    StateCommand(),  TraceCommand(),
-      SetGroupCommand(),    SaveCommand(),   LoadCommand(),      ImportCommand(), ExportCommand(),
-      CheckpointsCommand(), VerifyCommand(), AbortStepCommand(), UndoCommand(),   CloseCommand(),
-      PlanCommand(),        DoctorCommand()};
+      JobsCommand(),   JobCommand(),         HistoryCommand(), GroupsCommand(),    StateCommand(),
+      TraceCommand(),  SetGroupCommand(),    SaveCommand(),    LoadCommand(),      ImportCommand(),
+      ExportCommand(), CheckpointsCommand(), VerifyCommand(),  AbortStepCommand(), UndoCommand(),
+      CloseCommand(),  PlanCommand(),        DoctorCommand(),  CompletionCommand()};
   for (Command& command : commands) AddCommonFlags(command);
   return commands;
 }
@@ -120,6 +132,10 @@ int Run(const std::vector<std::string>& words, std::string& output, std::string&
   if (words.empty()) {
     return Fail(kWrongUsage, absl::InvalidArgumentError("no command given; see ballast help"), "",
                 error);
+  }
+  if (words[0] == "--version") {
+    output = absl::StrCat("ballast ", VersionAndBuild(), "\n");
+    return kDone;
   }
   const bool help = words[0] == "help" || words[0] == "--help" || words[0] == "-h";
   if (help && words.size() == 1) {

@@ -70,8 +70,9 @@ absl::Status Service::Explain(const grpc::Status& status) {
     return absl::UnavailableError(
         answered_ ? absl::StrCat("the connection to the service at ", address_,
                                  " broke before it had answered")
-                  : absl::StrCat("no service answers at ", address_, ": ", cause,
-                                 "; start ballastd, or give its address with --service"));
+                  : absl::StrCat(
+                        "no service answers at ", address_, ": ", cause,
+                        "; start ballastd, or give its address with --service or BALLAST_SERVICE"));
   }
   // Errors of our services have details. This one is gRPC's: no such method is there.
   if (absl::IsUnimplemented(error) && status.error_details().empty()) {

@@ -50,18 +50,6 @@ std::string FormatField(const std::string& name, const std::string& value) {
   return absl::StrFormat("%-14s%s\n", name, Printable(value));
 }
 
-std::string FormatBytes(int64_t bytes) {
-  static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  if (bytes < 1024) return absl::StrCat(bytes, " B");
-  double value = static_cast<double>(bytes);
-  int unit = -1;
-  while (value >= 1024 && unit < 5) {
-    value /= 1024;
-    ++unit;
-  }
-  return absl::StrFormat("%.2f %s", value, kUnits[unit]);
-}
-
 std::string FormatCount(int64_t count) {
   std::string digits = absl::StrCat(count);
   const size_t first = digits[0] == '-' ? 1 : 0;

@@ -8,6 +8,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/text/amounts.h"  // FormatBytes, Counted.
 
 namespace ballast::client::cli {
 
@@ -32,7 +33,6 @@ class Table {
 inline constexpr Table::Align kRight = Table::Align::kRight;
 
 std::string FormatField(const std::string& name, const std::string& value);  // "name     value\n"
-std::string FormatBytes(int64_t bytes);                                      // "17 B", "1.50 GiB"
 std::string FormatCount(int64_t count);   // "1234567" as "1,234,567"
 std::string FormatNumber(double value);   // At most six digits; "inf", "nan".
 std::string FormatExactly(double value);  // Shortest digits that read back the same.

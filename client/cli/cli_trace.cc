@@ -67,6 +67,7 @@ class TraceDownload {
   }
 
   const TraceSummary& summary() const { return summary_; }
+  int64_t events() const { return chrome_.events(); }  // Those that the file has.
   uint64_t dropped_events() const { return dropped_events_; }
   int64_t unknown_events() const { return unknown_events_; }
 
@@ -99,7 +100,7 @@ absl::Status NothingBegun(Service& service, const TraceRequest& request, absl::D
 std::string Describe(const TraceRequest& request, const TraceDownload& trace) {
   const TraceSummary& summary = trace.summary();
   std::string text =
-      absl::StrCat("wrote ", FormatCount(summary.events()), " events of job ", request.job, " to ",
+      absl::StrCat("wrote ", FormatCount(trace.events()), " events of job ", request.job, " to ",
                    request.out, "; open it in https://ui.perfetto.dev or chrome://tracing\n");
   if (trace.dropped_events() > 0) {
     absl::StrAppend(
@@ -144,7 +145,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   if (!json) return Describe(request, download);
   return Dump({{"job", request.job},
                {"file", request.out},
-               {"events", download.summary().events()},
+               {"events", download.events()},
                {"dropped_events", download.dropped_events()},
                {"unknown_events", download.unknown_events()},
                {"steps", download.summary().ToJson()}});

@@ -68,7 +68,6 @@ bool TraceSummary::InLastMessage(const v1::TraceEvent& sent) const {
 }
 
 void TraceSummary::Add(const v1::TraceEvent& event) {
-  ++events_;
   TracedStep& step = StepOf(event);
   if (event.kind() != v1::SENT || !InLastMessage(event)) {
     step.busy_ns[event.kind()] += event.end_ns() - event.begin_ns();

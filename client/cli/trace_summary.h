@@ -38,7 +38,6 @@ class TraceSummary {
   // Call in order of begin_ns, after CheckEvent (chrome_trace.h).
   void Add(const v1::TraceEvent& event);
 
-  int64_t events() const { return events_; }
   int64_t begun() const;      // The number of attempts.
   int64_t committed() const;  // The number of committed ones.
 
@@ -54,8 +53,7 @@ class TraceSummary {
   const JobSpec& spec_;
   const Layout& layout_;
   const std::vector<bool> shares_memory_;  // By rank.
-  int64_t events_ = 0;
-  v1::TraceEvent last_sent_;  // The latest chunk that was sent.
+  v1::TraceEvent last_sent_;               // The latest chunk that was sent.
   std::vector<TracedStep> steps_;
 };
 

@@ -98,6 +98,15 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual HistoryView History(const HistoryQuery& query) const = 0;
   // Where it is, as attaching returns it. Cheap, which Status is not: that copies all there is.
   virtual Attachment Position() const = 0;
+  // Whether anybody uses it. Cheap.
+  struct Use {
+    int streams = 0;  // Of ranks, open now.
+    // Rises whenever a rank attaches, opens or ends a stream or gives first weights, and whenever
+    // the job's state changes: a step is committed, a checkpoint loaded, a group updated.
+    uint64_t changes = 0;
+    bool operator==(const Use&) const = default;
+  };
+  virtual Use use() const = 0;
 
   // Takes a rank; see AttachWorker in ballast.proto. Waits for a decision and update under way.
   virtual Pending Attach(AttachRequest request, Done<Attachment> done) = 0;

@@ -154,6 +154,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   }
   // After the planes: a later process takes this word for it that they are there.
   store_->SetArrived(static_cast<int>(index), true);
+  ++changes_;
   first_weights_.Arrive(index);
   if (first_weights_.complete()) {
     // After a death the words may be of a state that was given up.

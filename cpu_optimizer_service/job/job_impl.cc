@@ -374,46 +374,52 @@ bool JobImpl::IsAbandoned() const {
   MutexLock lock(mutex_);
   // In the other phases of a step the engine brings it to its end, whoever is there.
   if (gate_.phase() != Phase::kOpen && gate_.phase() != Phase::kVoting) return false;
-  for (int rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].listener != nullptr) return false;
-  }
-  return true;
+  return UseNow().streams == 0;
 }
 
-Pending JobImpl::Close(Done<bool> done) {
-  return Enter(Admission::kClose, -1,
-               [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
-                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                     // Another call has closed the job: then this one is done, too.
-                     if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
-                     // What still runs of a broken job keeps it until it has ended. Should the
-                     // process die before, a later one finds no job all the same; a flip that says
-                     // so would need memory.
-                     if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed) {
-                       gate_.Close();
-                       if (kept_ != nullptr) kept_->GiveUp();
-                     }
-                     if (gate_.phase() == Phase::kClosed || !admitted.ok()) {
-                       return Reply<bool>(std::move(done), admitted.ok()
-                                                               ? absl::StatusOr<bool>(true)
-                                                               : absl::StatusOr<bool>(admitted));
-                     }
-                     RaiseGeneration(absl::StrCat("job ", spec().name, " has been closed"),
-                                     [this, self, done = std::move(done)]()
-                                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                                           gate_.Close();
-                                           // After this flip a later process finds no job, so that
-                                           // memory may go part by part.
-                                           record_.closed = true;
-                                           try {
-                                             Keep();
-                                           } catch (...) {
-                                             kept_->GiveUp();  // Needs no memory.
-                                           }
-                                           step_over_.NotifyAll();
-                                           Reply<bool>(std::move(done), true);
-                                         });
-                   });
+Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
+  return Enter(
+      Admission::kClose, -1,
+      [this, self = shared_from_this(), unused, done = std::move(done)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+            if (admitted.ok() && unused.has_value()) admitted = CheckUnused(*unused);
+            // Another call has closed the job: then this one is done, too.
+            if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
+            // What still runs of a broken job keeps it until it has ended. Should the
+            // process die before, a later one finds no job all the same; a flip that says
+            // so would need memory.
+            if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed) {
+              gate_.Close();
+              if (kept_ != nullptr) kept_->GiveUp();
+            }
+            if (gate_.phase() == Phase::kClosed || !admitted.ok()) {
+              return Reply<bool>(std::move(done), admitted.ok() ? absl::StatusOr<bool>(true)
+                                                                : absl::StatusOr<bool>(admitted));
+            }
+            RaiseGeneration(absl::StrCat("job ", spec().name, " has been closed"),
+                            [this, self, done = std::move(done)]()
+                                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                                  gate_.Close();
+                                  // After this flip a later process finds no job, so that
+                                  // memory may go part by part.
+                                  record_.closed = true;
+                                  try {
+                                    Keep();
+                                  } catch (...) {
+                                    kept_->GiveUp();  // Needs no memory.
+                                  }
+                                  step_over_.NotifyAll();
+                                  Reply<bool>(std::move(done), true);
+                                });
+          });
+}
+
+absl::Status JobImpl::CheckUnused(const Use& unused) const {
+  if (unused == UseNow() && unused.streams == 0 && !environment_.draining->load()) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat("job ", spec().name, " is used again, or the service is stopping"));
 }
 
 // ---------------------------------------------------------------- Job's short forms

@@ -137,13 +137,15 @@ class JobImpl : public Job {
   absl::StatusOr<Trace> TraceSteps(uint32_t steps,
                                    const std::function<bool()>& still_wanted) override;
   TraceRecorder& trace() override { return trace_; }
+  Use use() const override;
 
   // No step has begun or is being decided.
   bool IsBetweenSteps() const;
   // A step has begun that no rank with a stream is there to finish.
   bool IsAbandoned() const;
   // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
-  Pending Close(Done<bool> done);
+  // With `unused`: FAILED_PRECONDITION if it has been used since it was like that, or has a stream.
+  Pending Close(std::optional<Use> unused, Done<bool> done);
 
  private:
   class Stream;
@@ -195,6 +197,8 @@ class JobImpl : public Job {
     return first_weights_.complete() ? record_.committed_step : 0;
   }
   Attachment PositionNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Use UseNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckUnused(const Use& unused) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A task of the job's own; guarded.
   void StartTask(std::function<void()> work, int node = TaskPool::kAnyNode);
   // What need_ says: its share of the budget, then the memory.
@@ -548,6 +552,7 @@ class JobImpl : public Job {
   std::vector<uint64_t> tickets_ ABSL_GUARDED_BY(mutex_);
   int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;       // Of a step that is traced.
   uint64_t given_up_step_ ABSL_GUARDED_BY(mutex_) = 0;  // The last one; 0: none.
+  uint64_t changes_ ABSL_GUARDED_BY(mutex_) = 0;        // Use::changes.
   // By group, of the committed state; empty: nothing is known.
   std::vector<StateBounds> bounds_ ABSL_GUARDED_BY(mutex_);
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -326,6 +326,7 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenNow(
          WithReason(absl::AbortedError(absl::StrCat("a newer stream has replaced this one of rank ",
                                                     request.rank)),
                     reason::kStreamReplaced));
+  ++changes_;
   const StreamKey key = ranks_.OpenStream(request.rank, std::move(listener), request.update_mode,
                                           request.weights_in_place);
   return std::make_unique<Stream>(Self(), key, PositionOf(request.rank));
@@ -336,6 +337,7 @@ void JobImpl::CloseStream(const StreamKey& key) {
   MutexLock lock(mutex_);
   if (!ranks_.IsCurrent(key)) return;
   // A stream that was replaced ends without a trace, since the rank is its successor's.
+  ++changes_;
   listener = ranks_.CloseStream(key.rank, HasBegun(key.rank));
 }
 

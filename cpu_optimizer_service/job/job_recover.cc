@@ -73,6 +73,7 @@ absl::Status JobImpl::AllocateKept() {
 }
 
 void JobImpl::Keep() {
+  ++changes_;
   if (kept_ == nullptr) return;
   std::vector<KeptJob::Rank> ranks(ranks_.size());
   for (int rank = 0; rank < ranks_.size(); ++rank) {

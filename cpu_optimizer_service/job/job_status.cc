@@ -18,6 +18,19 @@ Attachment JobImpl::PositionNow() const {
           .awaiting_weights = !first_weights_.complete()};
 }
 
+Job::Use JobImpl::use() const {
+  MutexLock lock(mutex_);
+  return UseNow();
+}
+
+Job::Use JobImpl::UseNow() const {
+  Use use = {.changes = changes_};
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].listener != nullptr) ++use.streams;
+  }
+  return use;
+}
+
 JobStatus JobImpl::Status() const {
   MutexLock lock(mutex_);
   JobStatus status;

@@ -14,15 +14,18 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/types/span.h"
+#include "client/default_service.h"
 #include "client/loss_scaler.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "gpu_worker/gpt/architecture.h"
 
-ABSL_FLAG(std::string, service, "127.0.0.1:7070",
+ABSL_FLAG(std::string, service, "",
           "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
-          "worker (one worker only)");
+          "worker (one worker only). Default: BALLAST_SERVICE, or "
+          "127.0.0.1:7070, or the socket of the packaged service");
 ABSL_FLAG(
     std::string, tls_ca, "",
     "The authority that has signed the certificate of a service with TLS (or BALLAST_TLS_CA)");
@@ -113,6 +116,10 @@ ABSL_FLAG(std::string, resume, "",
           "takes paths");
 ABSL_FLAG(std::string, save, "",
           "Where the service saves a new checkpoint at the end: a name or a path, as for --resume");
+ABSL_FLAG(
+    bool, close_at_end, false,
+    "At the end of the training, save the job (where --save says, or in the folder of the job's "
+    "name) and close it, so that the service has its memory back");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
 // More than --seal-timeout, which bounds every wait for the service: the others wait in a
 // collective for a worker that waits for the service, and it must give up first. It knows the
@@ -286,6 +293,10 @@ absl::StatusOr<WorkerOptions> OptionsOfFlags() {
   options.weights_file =
       absl::GetFlag(FLAGS_write_weights) ? WeightsFile::kWritten : WeightsFile::kHashedOnly;
   options.save_directory = absl::GetFlag(FLAGS_save);
+  options.close_at_end = absl::GetFlag(FLAGS_close_at_end);
+  if (options.close_at_end && options.save_directory.empty()) {
+    options.save_directory = options.job.name;
+  }
   return options;
 }
 
@@ -302,8 +313,8 @@ absl::Status CheckForDevice(const WorkerFlags& flags) {
 absl::Status CheckForOptimizer(const WorkerFlags& flags) {
   if (flags.optimizer == OptimizerKind::kService) return absl::OkStatus();
   return CheckUnused(
-      {"resume", "save", "service", "update", "keep_previous", "shared_memory", "seal_timeout",
-       "reconnect_timeout", "tls_ca", "tls_cert", "tls_key", "token_file"},
+      {"resume", "save", "close_at_end", "service", "update", "keep_previous", "shared_memory",
+       "seal_timeout", "reconnect_timeout", "tls_ca", "tls_cert", "tls_key", "token_file"},
       "is for the service; use it with --optimizer=service");
 }
 
@@ -333,6 +344,7 @@ absl::StatusOr<WorkerFlags> CheckedFlags() {
   flags.options.backend_name = absl::GetFlag(FLAGS_device);
   flags.options.collective_name = absl::GetFlag(FLAGS_collective);
   flags.service = absl::GetFlag(FLAGS_service);
+  if (flags.service.empty()) flags.service = client::DefaultService();
   flags.credentials = client::OrEnvironment({.tls_ca = absl::GetFlag(FLAGS_tls_ca),
                                              .tls_cert = absl::GetFlag(FLAGS_tls_cert),
                                              .tls_key = absl::GetFlag(FLAGS_tls_key),
@@ -355,6 +367,7 @@ absl::StatusOr<WorkerFlags> ReadWorkerFlags(int argc, char** argv) {
   usage.contains_help_flags = [](absl::string_view file) {
     return absl::EndsWith(file, "worker_flags.cc");
   };
+  usage.version_string = [] { return absl::StrCat("ballast-worker ", VersionAndBuild(), "\n"); };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   // The first is the name of the program.

@@ -264,6 +264,8 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
   // One rank is enough: the service has all ranks' state.
   if (collective.rank() == 0 && !options.save_directory.empty()) {
     status.Update(optimizer->SaveCheckpoint(options.save_directory));
+    // If anything is missing, the job stays, and the next start has the rest.
+    if (options.close_at_end && status.ok()) status = optimizer->CloseJob();
   }
   return status;
 }

@@ -49,6 +49,7 @@ struct WorkerOptions {
   std::string out;             // Directory for rank 0's files; empty: none.
   WeightsFile weights_file = WeightsFile::kWritten;
   std::string save_directory;    // The optimizer saves its state there at the end; empty: none.
+  bool close_at_end = false;     // After that the job is closed. Needs save_directory.
   Timeline* timeline = nullptr;  // Nullable. Borrowed.
 };
 

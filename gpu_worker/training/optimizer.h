@@ -65,6 +65,8 @@ class StepOptimizer : public GradientSink {
   // UNIMPLEMENTED where there is no service to do it.
   virtual absl::StatusOr<client::JobCounts> ReadCounts() = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
+  // Closes the job, for all ranks: its state is gone then.
+  virtual absl::Status CloseJob() { return absl::UnimplementedError("there is no job to close"); }
 };
 
 }  // namespace ballast::worker

@@ -70,6 +70,10 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Status SaveCheckpoint(const std::string& directory) override {
     return Annotate(session().SaveCheckpoint(directory), "saving the checkpoint");
   }
+  absl::Status CloseJob() override {
+    return Annotate(client::Session::CloseJob(channel_, options_.job.name, session().job_uid()),
+                    "closing the job");
+  }
 
  private:
   absl::Status TryToJoin(const FillChunk& first_weights) {

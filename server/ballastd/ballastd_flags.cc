@@ -11,6 +11,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/host/state_directory.h"
 #include "server/ballastd/config_check.h"
 #include "server/ballastd/flag_sources.h"
@@ -51,10 +52,9 @@ ABSL_FLAG(
 ABSL_FLAG(std::string, check_state, "",
           "Say whether this ballastd could take over what the service of this process id, the "
           "parent's, keeps, and exit, with 0 or 2.");
-ABSL_FLAG(
-    std::string, memory_limit, "",
-    "Memory for all jobs together: bytes, or a number with KiB, MiB, GiB or TiB. Default: 80% of "
-    "what the machine has left at start, or the process's control groups if that is less.");
+ABSL_FLAG(std::string, memory_limit, "",
+          "Memory for all jobs together: a number with B, KiB, MiB, GiB or TiB. Default: 80% of "
+          "what the machine has left at start, or the process's control groups if that is less.");
 ABSL_FLAG(
     int, threads, 0,
     "Threads for updates; 0: one for each processor that the process may use, by its affinity "
@@ -75,6 +75,11 @@ ABSL_FLAG(int, checkpoint_keep, ballast::kDefaultKeptCheckpoints,
           "How many checkpoints of a job stay: of those that the service makes by itself and of "
           "those that were asked for, the newest so many of each. Those of other jobs of the "
           "same name are never deleted.");
+ABSL_FLAG(
+    std::string, forget_after, "",
+    "Save and close a job that no rank has had for so long: 90s, 10min or 2h. It goes on from "
+    "that checkpoint (--resume). Longer than workers try to reconnect, a minute. Needs "
+    "--checkpoint-dir. Empty: jobs stay until they are closed.");
 ABSL_FLAG(bool, allow_paths, false,
           "Take absolute paths in SaveJob and LoadJob from every caller. Without it, only over a "
           "unix socket to which only this user can connect.");
@@ -114,24 +119,8 @@ namespace {
 
 absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
   if (text.empty()) return DefaultMemoryLimitBytes();
-  // They are tried in this order: the empty suffix fits every text, so it is the last one.
-  constexpr struct {
-    const char* suffix;
-    double bytes;
-  } kUnits[] = {{"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"", 1}};
-  for (const auto& unit : kUnits) {
-    absl::string_view number = text;
-    if (!absl::ConsumeSuffix(&number, unit.suffix)) continue;
-    double value = 0;
-    // Asked in this way, NaN is refused, too. Sums of a few sizes below 2^60 fit into an int64_t.
-    if (!absl::SimpleAtod(number, &value) || !(value * unit.bytes >= 1) ||
-        !(value * unit.bytes < 0x1p60)) {
-      break;
-    }
-    return static_cast<int64_t>(value * unit.bytes);
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("flag --memory-limit: bad value '", text, "'; give bytes, or such as 20GiB"));
+  absl::StatusOr<int64_t> bytes = ParseBytes(text);
+  return bytes.ok() ? bytes : Annotate(bytes.status(), "flag --memory-limit");
 }
 
 absl::Status CheckSeconds(absl::string_view flag, double seconds) {
@@ -161,6 +150,20 @@ absl::Status ParseInterval(absl::string_view text, CheckpointPolicy& policy) {
   }
   return absl::InvalidArgumentError(
       absl::StrCat("'", text, "' is no interval; give such as 1000steps, 90s, 10min or 2h"));
+}
+
+absl::StatusOr<double> ParseForgetAfter(const std::string& text, const std::string& directory) {
+  if (text.empty()) return 0;
+  CheckpointPolicy parsed;
+  if (!ParseInterval(text, parsed).ok() || parsed.every_seconds == 0) {
+    return absl::InvalidArgumentError(absl::StrCat("flag --forget-after: '", text,
+                                                   "' is no time; give such as 90s, 10min or 2h"));
+  }
+  if (directory.empty()) {
+    return absl::InvalidArgumentError(
+        "flag --forget-after: there is no place to save to; give --checkpoint-dir, too");
+  }
+  return parsed.every_seconds;
 }
 
 absl::StatusOr<CheckpointPolicy> ParseCheckpointPolicy(const std::string& directory,
@@ -228,6 +231,9 @@ absl::StatusOr<BallastdFlags> TakeFlags() {
       flags.checkpoint_policy,
       ParseCheckpointPolicy(flags.checkpoint_directory, absl::GetFlag(FLAGS_checkpoint_every),
                             absl::GetFlag(FLAGS_checkpoint_keep)));
+  BALLAST_ASSIGN_OR_RETURN(
+      flags.forget_after_seconds,
+      ParseForgetAfter(absl::GetFlag(FLAGS_forget_after), flags.checkpoint_directory));
   flags.server.allow_paths = absl::GetFlag(FLAGS_allow_paths);
   flags.drain_seconds = absl::GetFlag(FLAGS_drain_seconds);
   flags.port_file = absl::GetFlag(FLAGS_port_file);

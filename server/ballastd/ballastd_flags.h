@@ -24,6 +24,7 @@ struct BallastdFlags {
   std::string log_level;
   std::string checkpoint_directory;
   CheckpointPolicy checkpoint_policy;
+  double forget_after_seconds = 0;  // 0: never.
   double drain_seconds = 0;
   std::string port_file;
   std::string state_directory;  // Empty: none.

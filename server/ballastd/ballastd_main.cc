@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -29,7 +28,10 @@
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/common/system/periodic_thread.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
+#include "cpu_optimizer_service/common/system/version.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
@@ -45,6 +47,7 @@
 #include "server/ballastd/state_check.h"
 #include "server/ballastd/status_page.h"
 #include "server/ballastd/stop_signals.h"
+#include "server/ballastd/unused_jobs.h"
 #include "server/holder/held_files.h"
 #include "server/holder/holder.h"
 #include "server/server.h"
@@ -367,17 +370,17 @@ void LogDrain(int signal, const ballast::Engine& engine, const BallastdFlags& fl
   int64_t bytes = 0;
   const auto jobs = engine.ListJobs();
   if (LeavesJobs(flags)) {
-    spdlog::info("signal {}: {} jobs stay in {}, where the next process finds them", signal,
-                 jobs.size(), flags.state_directory);
+    spdlog::info("signal {}: kept in {} for the next process: {}", signal, flags.state_directory,
+                 ballast::Counted(static_cast<int64_t>(jobs.size()), "job"));
     return;
   }
   for (const auto& job : jobs) bytes += job->Status().memory.state_bytes;
   const bool saves = !flags.checkpoint_directory.empty() && !jobs.empty();
   spdlog::info("signal {}: refusing new steps, at most {} s for those in progress{}", signal,
                flags.drain_seconds,
-               saves ? absl::StrCat("; then saving ", jobs.size(), " jobs, ",
-                                    std::round(10 * static_cast<double>(bytes) / 0x1p30) / 10,
-                                    " GiB, however long that takes")
+               saves ? absl::StrCat("; then saving ",
+                                    ballast::Counted(static_cast<int64_t>(jobs.size()), "job"),
+                                    ", ", ballast::FormatBytes(bytes), ", however long that takes")
                      : std::string());
 }
 
@@ -449,7 +452,8 @@ int main(int argc, char** argv) {
                                .threads = flags->threads,
                                .warn = [](const std::string& line) { spdlog::warn("{}", line); },
                                .named_memory = memory.has_value() ? &*memory : nullptr,
-                               .checkpoints = checkpoints->get()});
+                               .checkpoints = checkpoints->get(),
+                               .goes_on = goes_on});
   });
   if (!is_made) FailWithJobs(ballast::OutOfMemoryError(), 1);
   ballast::Engine& engine = *made;
@@ -482,9 +486,10 @@ int main(int argc, char** argv) {
   }
   const std::string listening =
       absl::StrCat("listening on ", absl::StrJoin((*server)->addresses(), ", "));
-  spdlog::info("ballastd {}, memory limit {:.1f} GiB, {} threads ({}), kernel {}", listening,
-               static_cast<double>(flags->memory_limit_bytes) / 0x1p30, flags->threads,
-               threads_bound, ballast::KernelTarget());
+  spdlog::info("ballastd {}, memory limit {}, {} ({}), kernel {}, version {}", listening,
+               ballast::FormatBytes(flags->memory_limit_bytes),
+               ballast::Counted(flags->threads, "thread"), threads_bound, ballast::KernelTarget(),
+               ballast::VersionAndBuild());
   spdlog::log(flags->server.insecure ? spdlog::level::warn : spdlog::level::info, "access: {}",
               (*server)->AccessLine());
   LogWhatOutlives(engine.named_memory(), directory->get());
@@ -492,6 +497,13 @@ int main(int argc, char** argv) {
   if (*held != nullptr) (*held)->Ready(ballast::kKeptFormat);
   serves = true;
 
+  std::optional<ballast::server::UnusedJobs> unused_jobs;
+  std::optional<ballast::PeriodicThread> forgets;  // It is never destroyed: see the end.
+  if (flags->forget_after_seconds > 0) {
+    unused_jobs.emplace(engine, absl::Seconds(flags->forget_after_seconds));
+    forgets.emplace("forgets", std::chrono::seconds(1),
+                    [&] { unused_jobs->Look(ballast::SteadyNow()); });
+  }
   (*manager)->Ready(listening);
   std::optional<int> exit_code;
   std::string why_not;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 
 namespace ballast::server {
 namespace {
@@ -67,9 +68,9 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
     job.Save({.folder = folder, .asked_for = false}, std::move(done));
   });
   if (saved.ok()) {
-    report.saved.push_back(absl::StrCat(at_step(saved->step), ": ", saved->size_bytes, " bytes in ",
-                                        saved->directory));
-  } else {
+    report.saved.push_back(absl::StrCat(at_step(saved->step), ": ", FormatBytes(saved->size_bytes),
+                                        " in ", saved->directory));
+  } else if (job.Status().phase != JobPhase::kClosed) {  // Whoever has closed it wants no save.
     report.failed.push_back(
         absl::StrCat(at_step(status.committed_step), ": ", saved.status().message()));
   }

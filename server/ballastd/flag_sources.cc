@@ -18,6 +18,7 @@
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
+#include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/suggestions.h"
 
 namespace ballast::server {
@@ -44,7 +45,7 @@ const std::vector<Group>& Groups() {
        {"memory_limit", "threads", "shared_memory", "state_dir", "holder", "most_deaths"}},
       {"Training and checkpoints",
        {"seal_deadline_seconds", "checkpoint_dir", "checkpoint_every", "checkpoint_keep",
-        "drain_seconds"}},
+        "forget_after", "drain_seconds"}},
       {"The process itself",
        {"config", "check_config", "user", "upgrade", "check_state", "log_level",
         "startup_benchmark", "self_benchmark"}},
@@ -108,6 +109,10 @@ absl::StatusOr<std::vector<Setting>> OfCommandLine(const std::vector<std::string
     }
     if (name == "help" || name == "helpfull") {
       std::fputs(FlagsHelp().c_str(), stdout);
+      std::exit(0);
+    }
+    if (name == "version") {
+      std::printf("ballastd %s\n", VersionAndBuild().c_str());
       std::exit(0);
     }
     const size_t equals = name.find('=');
@@ -249,7 +254,8 @@ std::string FlagsHelp() {
       "ballastd: the Ballast optimizer service\n\n"
       "A flag --drain-seconds=5 is also a line `drain-seconds = 5` of the file that --config "
       "names, "
-      "and\nthe variable BALLASTD_DRAIN_SECONDS. Defaults are in parentheses.\n";
+      "and\nthe variable BALLASTD_DRAIN_SECONDS. Defaults are in parentheses. --version says which "
+      "build this is.\n";
   std::map<std::string, absl::CommandLineFlag*> left = Flags();
   for (const Group& group : Groups()) {
     absl::StrAppend(&text, "\n", group.title, ":\n");

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "absl/algorithm/container.h"
@@ -31,7 +32,8 @@ struct DescriptionSize {
   int64_t partitions = 0;
   int64_t mesh_dims = 0;
   absl::Status entries;  // INVALID_ARGUMENT: the first entry that says more than it may.
-  std::string name;      // The request's own field 1, where that is a string.
+  std::string name;      // The request's own field 1, where that is a string,
+  std::string uid;       // and its field 4.
 
   // Null: `list` is none of those that are counted.
   int64_t* CountOf(int list) {
@@ -52,6 +54,7 @@ struct EntryKind {
 constexpr int kCreateJobField = v1::CreateJobRequest::kJobFieldNumber;
 constexpr int kAttachJobField = v1::AttachWorkerRequest::kJobFieldNumber;
 constexpr int kNameField = v1::AttachWorkerRequest::kNameFieldNumber;
+constexpr int kUidField = v1::AttachWorkerRequest::kUidFieldNumber;
 // Of a job and of each entry of its lists.
 constexpr int kDescribedNameField = v1::Job::kNameFieldNumber;
 static_assert(kDescribedNameField == v1::ParamGroup::kNameFieldNumber &&
@@ -167,12 +170,13 @@ bool Measure(const grpc::ByteBuffer& bytes, int job_field, DescriptionSize& size
     const int field = WireFormatLite::GetTagFieldNumber(tag);
     if (IsBytes(tag) && field == job_field) {
       if (!MeasureJob(in, size)) return false;
-    } else if (IsBytes(tag) && field == kNameField) {
+    } else if (IsBytes(tag) && (field == kNameField || field == kUidField)) {
       uint32_t length = 0;
       if (!in.ReadVarint32(&length) || static_cast<int32_t>(length) < 0) return false;
       if (length > proto::kMaxRequestBytes) {
         if (!in.Skip(static_cast<int>(length))) return false;  // CheckRest refuses it.
-      } else if (!in.ReadString(&size.name, static_cast<int>(length))) {
+      } else if (!in.ReadString(field == kNameField ? &size.name : &size.uid,
+                                static_cast<int>(length))) {
         return false;
       }
     } else if (!WireFormatLite::SkipField(&in, tag)) {
@@ -286,11 +290,11 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
   return engine.Reserve(bytes, "reading the description of a job");
 }
 
-absl::StatusOr<std::string> NameOfJobToAttach(const grpc::ByteBuffer& attach_request) {
+absl::StatusOr<JobToAttach> FindJobToAttach(const grpc::ByteBuffer& attach_request) {
   DescriptionSize size;
   if (!Measure(attach_request, kAttachJobField, size)) return NotA("AttachWorkerRequest");
   BALLAST_RETURN_IF_ERROR(CheckRest(attach_request, size));
-  return size.name;
+  return JobToAttach{.name = std::move(size.name), .uid = std::move(size.uid)};
 }
 
 absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_request) {

@@ -23,9 +23,13 @@ inline constexpr int64_t kSmallDescriptionBytes = int64_t{4} << 20;
 absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                      const grpc::ByteBuffer& create_request);
 
-// The `name` of a serialized AttachWorkerRequest. INVALID_ARGUMENT: no such message, or more than
-// kMaxRequestBytes without the description.
-absl::StatusOr<std::string> NameOfJobToAttach(const grpc::ByteBuffer& attach_request);
+// The `name` and the `uid` of a serialized AttachWorkerRequest. INVALID_ARGUMENT: no such message,
+// or more than kMaxRequestBytes without the description.
+struct JobToAttach {
+  std::string name;
+  std::string uid;
+};
+absl::StatusOr<JobToAttach> FindJobToAttach(const grpc::ByteBuffer& attach_request);
 
 // FAILED_PRECONDITION if its description is larger than one of this job can be, which has its room
 // already. INVALID_ARGUMENT: it has a longer name than a job may have.

@@ -47,6 +47,7 @@ v1::StepRecord StepMessage(const StepRecord& record) {
   message.mutable_multipliers()->Add(multipliers.begin(), multipliers.end());
   *message.mutable_voted() = proto::ToProto(record.voted);
   message.set_abandoned(record.abandoned);
+  message.set_seconds(record.times.total());
   const std::vector<std::string>& unused = record.outcome.unused_parameters;
   message.mutable_unused_parameters()->Add(unused.begin(), unused.end());
   for (const HyperParameters& values : record.hyper_parameters) {
@@ -200,6 +201,7 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
   }
   record.mutable_voted()->set_max_norm(kAnyDouble);
   record.set_abandoned(true);
+  record.set_seconds(kAnyDouble);
   return record;
 }
 

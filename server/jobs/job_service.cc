@@ -32,6 +32,12 @@ void TellOfCheckpoint(const Engine& engine, const Job& job, v1::Job& response) {
                found.step(), found.directory(), HowToResume(name));
 }
 
+// Any job of the name, if no uid is given.
+absl::StatusOr<std::shared_ptr<Job>> Find(const Engine& engine, const Caller& caller,
+                                          const std::string& name, const std::string& uid) {
+  return uid.empty() ? FindJob(engine, caller, name) : FindJob(engine, caller, name, uid);
+}
+
 absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes) {
   BALLAST_ASSIGN_OR_RETURN(const auto request, proto::ParseControl<v1::CreateJobRequest>(bytes));
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
@@ -196,8 +202,7 @@ grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext* cont
 
 void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
   absl::StatusOr<std::shared_ptr<Job>> job =
-      request.uid().empty() ? FindJob(engine_, call.caller(), request.name())
-                            : FindJob(engine_, call.caller(), request.name(), request.uid());
+      Find(engine_, call.caller(), request.name(), request.uid());
   if (!job.ok()) return call.End(job.status());
   // Not by its name, which may be another job's by now.
   call.Await<bool>(
@@ -221,9 +226,9 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
     AttachRequest attach;
   };
   absl::StatusOr<Parsed> parsed = [&]() -> absl::StatusOr<Parsed> {
-    BALLAST_ASSIGN_OR_RETURN(const std::string name, NameOfJobToAttach(bytes));
+    BALLAST_ASSIGN_OR_RETURN(const JobToAttach wanted, FindJobToAttach(bytes));
     Parsed all;
-    BALLAST_ASSIGN_OR_RETURN(all.job, FindJob(engine_, call.caller(), name));
+    BALLAST_ASSIGN_OR_RETURN(all.job, Find(engine_, call.caller(), wanted.name, wanted.uid));
     // The job bounds what a worker may say of it, so it has to be found before that is parsed.
     BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*all.job, bytes));
     BALLAST_ASSIGN_OR_RETURN(all.request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));

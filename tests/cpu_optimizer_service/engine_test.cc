@@ -112,6 +112,25 @@ TEST(Engine, ClosesTheJobThatItIsGivenAndNoLaterOneOfItsName) {
   EXPECT_TRUE(engine.ListJobs().empty());
 }
 
+TEST(Engine, SaysThatStateIsLostOnlyWhereAnEarlierProcessHadIt) {
+  const auto said = [](const Engine& engine, const std::string& uid) {
+    const absl::Status status = engine.FindJob("a", uid).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+    return std::string(status.message());
+  };
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  EXPECT_EQ(said(engine, ""), "there is no job a");  // Any mistyped name.
+  EXPECT_THAT(said(engine, "uid-of-another-process"),
+              HasSubstr("this service began just now, and what an earlier one had not saved is "
+                        "lost"));
+  const std::string uid = engine.CreateJob(MakeJobSpec({}, "a")).value()->uid();
+  ASSERT_TRUE(engine.CloseJob("a").ok());
+  EXPECT_EQ(said(engine, uid), "there is no job a; it was closed");
+  // Of what it goes on from all jobs are here.
+  Engine next({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .goes_on = true});
+  EXPECT_EQ(said(next, uid), "there is no job a");
+}
+
 // Holds up the touching of a job's memory until the test lets it go on.
 class SlowArenas : public CountingArenas {
  public:

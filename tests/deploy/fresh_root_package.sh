@@ -160,7 +160,7 @@ chmod 600 $config
 if ballastd --config=$config --check-config 2>/dev/null; then fault "--check-config takes what only root can read"; fi
 chmod 644 $config
 systemctl restart ballastd
-journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.0 GiB' || fault "the flag is not in force"
+journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.00 GiB' || fault "the flag is not in force"
 
 echo "8. another host trains over TLS and Prometheus scrapes, as the page says; others do not"
 echo '127.0.0.1 gpu1.example' >>/etc/hosts

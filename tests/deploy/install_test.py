@@ -35,8 +35,8 @@ endif()
 
 enable_language(CXX)
 find_package(ballast REQUIRED)
-add_executable(trainer example_main.cc headers.cc)
-target_link_libraries(trainer PRIVATE ballast::client)
+add_library(headers OBJECT headers.cc)
+target_link_libraries(headers PRIVATE ballast::client)
 if(NOT EXISTS ${ballast_PROTO_DIR}/ballast/v1/ballast.proto)
   message(FATAL_ERROR "there is no protocol in ${ballast_PROTO_DIR}")
 endif()
@@ -90,16 +90,28 @@ class Install(unittest.TestCase):
     def test_a_strangers_project_finds_it_with_cmake_and_trains(self):
         project = self.project()
         (project / "CMakeLists.txt").write_text(PROJECT)
-        include = self.prefix / "include/ballast"
+        include = self.prefix / "include"
+        self.assertEqual(os.listdir(include), ["ballast"])  # In /usr/include nothing else is ours.
         for front in (ROOT / "client").glob("*.h"):
-            self.assertTrue((include / "client" / front.name).exists(), f"{front.name} is not installed")
+            folder = include / "ballast" / ("" if front.name == "ballast.h" else "client")
+            self.assertTrue((folder / front.name).exists(), f"{front.name} is not installed")
         # Each header that is installed finds all that it includes.
         (project / "headers.cc").write_text("".join(
             f'#include "{header.relative_to(include)}"\n' for header in sorted(include.rglob("*.h"))))
+        self.build(project)
+        self.assert_trains(project / "build/c_trainer")
+
+    def build(self, project):
         run("cmake", "-S", project, "-B", project / "build", "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={self.prefix}",
             "-DCMAKE_C_COMPILER=clang", "-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_BUILD_TYPE=Release")
         run("cmake", "--build", project / "build")
-        self.assert_trains(project / "build/c_trainer")
+
+    def test_the_project_in_the_readme_builds_and_trains(self):
+        project = self.project()
+        [lists] = re.findall(r"(?ms)^```cmake\n(.*?)^```", (ROOT / "README.md").read_text())
+        (project / "CMakeLists.txt").write_text(lists)
+        (project / "example_main.cc").rename(project / "trainer.cc")
+        self.build(project)
         self.assert_trains(project / "build/trainer")
 
     def test_a_strangers_makefile_finds_it_with_pkg_config_and_trains(self):
@@ -111,7 +123,7 @@ class Install(unittest.TestCase):
 
         run("clang", project / "c_example.c", "-o", project / "c_trainer", *flags("ballast"))
         self.assert_trains(project / "c_trainer", LD_LIBRARY_PATH=str(self.prefix / "lib"))
-        run("clang++", "-std=c++20", project / "example_main.cc", "-o", project / "trainer", *flags("ballast-client"))
+        run("clang++", project / "example_main.cc", "-o", project / "trainer", *flags("ballast-client"))
         self.assert_trains(project / "trainer")
 
     def test_the_library_tells_its_version_and_nothing_but_its_interface(self):

@@ -49,14 +49,16 @@ class Plans(unittest.TestCase):
         self.assertAlmostEqual(float(rows[-1][-2]), 34, delta=0.3)
         self.assertAlmostEqual(float(json.loads(ballast("plan", "10M:amsgrad", "--json").stdout)["options"][0]["state_bytes"]),
                                16e7, delta=1e6)
-        self.assertIn("It does not fit: the service needs a --memory-limit of at least", ballast("plan", "7B", "--memory=8GiB").stdout)
+        too_large = ballast("plan", "7B", "--memory=8GiB")
+        self.assertIn("It does not fit: the service needs a --memory-limit of at least", too_large.stdout)
+        self.assertEqual((too_large.returncode, too_large.stderr), (1, ""))
 
     def test_what_is_no_plan(self):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write('{"nonsense": 1}')
             file.flush()
             for words, why in ((["nonsense"], "neither a size such as 7B:bf16 nor a file"), (["7B:int8"], "none of bf16, fp16, fp32"),
-                               (["7B", "--memory=lots"], "such as 200GiB"), (["7B", "--world-size=0"], "whole number from 1"),
+                               (["7B", "--memory=lots"], "such as 20GiB"), (["7B", "--memory=128"], "with its unit"), (["7B", "--world-size=0"], "whole number from 1"),
                                ([file.name], "no job as CreateJob takes it"), (["0"], "neither a size"), (["900T"], "more than a job may have")):
                 with self.subTest(words):
                     done = ballast("plan", *words)

@@ -76,6 +76,13 @@ class Page(unittest.TestCase):
             self.assertEqual(self.browser.run(
                 "return import('/service.js').then(page => page.overdue({ awaited: [0], seconds_since_first_seal: "
                 "arguments[0], last_step_seconds: arguments[1] }))", waits, step), said, (waits, step))
+        # Without ranks a job between steps is idle, and no trouble; one that lacks some, or a step that does, is.
+        for attached, phase, state, said in ((0, "ready", "idle", None), (2, "ready", "between steps", "1 rank has no process."),
+                                             (0, "open", "gathering", "3 ranks have no process."), (3, "ready", "between steps", None)):
+            self.assertEqual(self.browser.run(
+                "return import('/service.js').then(page => { const job = { awaited: [], saves: [], world_size: 3, attached: "
+                "arguments[0], phase: arguments[1] }; return [page.stateOf(job)[0], page.trouble(job)?.[0] ?? null]; })",
+                attached, phase), [state, said], (attached, phase))
         self.see("/s")  # The pace, once there are two answers.
         self.picture("jobs")
 

@@ -20,6 +20,7 @@
 #include "client/cli/support/archive.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/version.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -87,7 +88,7 @@ absl::StatusOr<std::string> Examine(Service& service, const std::string& job,
   // Names in an archive have less than 100 bytes, and a job's name may have 128.
   Archive archive(absl::StrCat("ballast-doctor-", job.substr(0, 60)));
   archive.Add("README.txt", kContents);
-  archive.Add("client.txt", absl::StrCat("ballast ", BALLAST_VERSION, "\n",
+  archive.Add("client.txt", absl::StrCat("ballast ", VersionAndBuild(), "\n",
                                          absl::FormatTime(absl::Now(), absl::UTCTimeZone()),
                                          "\nservice ", service.address(), "\n"));
   archive.Add("job.txt", JobText(found));

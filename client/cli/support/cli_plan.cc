@@ -9,6 +9,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -32,8 +33,8 @@ absl::StatusOr<Action> PreparePlan(const Arguments& arguments) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec,
                            ReadPlanSpec(arguments.positional(0), static_cast<int>(world_size)));
   BALLAST_ASSIGN_OR_RETURN(Plan plan, MakePlan(std::move(spec), limit_bytes));
-  return [plan = std::move(plan)](Service&, bool json) -> absl::StatusOr<std::string> {
-    return json ? Dump(ToJson(plan)) : PlanText(plan);
+  return [plan = std::move(plan)](Service&, bool json) -> absl::StatusOr<Answer> {
+    return Answer(json ? Dump(ToJson(plan)) : PlanText(plan), plan.fits());
   };
 }
 
@@ -47,10 +48,11 @@ Command PlanCommand() {
                .details = "SPEC is a size, COUNT[:bf16|fp16|fp32][:amsgrad], such as 7B:bf16, or "
                           "a file with a job\nas CreateJob takes it (ballast.v1.Job in JSON), in "
                           "which partitions may be left out.\nThe figures are those that a service "
-                          "of this version allocates by.",
+                          "of this version allocates by. The exit code is 1 if it does not fit.",
                .flags = {{"memory", "SIZE",
                           "the service's --memory-limit (default: what ballastd would take here)"},
                          {"world-size", "N", "ranks (default 1, or the file's)"}}},
+      .asks_service = false,
       .prepare = PreparePlan};
 }
 

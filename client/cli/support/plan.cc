@@ -138,20 +138,6 @@ const char* NameOf(UpdateMode mode) { return mode == UpdateMode::kWait ? "wait" 
 
 }  // namespace
 
-absl::StatusOr<int64_t> ParseBytes(const std::string& text) {
-  constexpr std::pair<const char*, double> kUnits[] = {
-      {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"", 1}};
-  for (const auto& [suffix, unit] : kUnits) {
-    absl::string_view number = text;
-    double value = 0;
-    if (!absl::ConsumeSuffix(&number, suffix) || !absl::SimpleAtod(number, &value)) continue;
-    if (!(value * unit >= 1) || !(value * unit < 0x1p60)) break;
-    return static_cast<int64_t>(value * unit);
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("'", text, "' is no memory; give bytes, or such as 200GiB"));
-}
-
 absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
   BALLAST_ASSIGN_OR_RETURN(std::optional<JobSpec> sized, FromSize(text));
   absl::StatusOr<JobSpec> spec = sized.has_value() ? *std::move(sized) : FromFile(text);
@@ -215,6 +201,11 @@ absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes) {
   return plan;
 }
 
+bool Plan::fits() const {
+  return std::any_of(rows.begin(), rows.end(),
+                     [&](const PlanRow& row) { return row.total_bytes() <= limit_bytes; });
+}
+
 std::string PlanText(const Plan& plan) {
   std::string text;
   absl::StrAppend(&text, FormatField("elements", FormatCount(plan.elements)),
@@ -228,11 +219,9 @@ std::string PlanText(const Plan& plan) {
                {"needs", kRight},
                {"bytes/element", kRight},
                {"fits"}});
-  bool any = false;
   bool all = true;
   for (const PlanRow& row : plan.rows) {
     const bool fits = row.total_bytes() <= plan.limit_bytes;
-    any = any || fits;
     all = all && fits;
     table.Add(
         {NameOf(row.update), row.several_micro_steps ? "several" : "one",
@@ -243,7 +232,7 @@ std::string PlanText(const Plan& plan) {
          Fits(fits)});
   }
   absl::StrAppend(&text, table.ToString(), "\n");
-  if (!any) {
+  if (!plan.fits()) {
     const auto least = std::min_element(
         plan.rows.begin(), plan.rows.end(),
         [](const PlanRow& a, const PlanRow& b) { return a.total_bytes() < b.total_bytes(); });

@@ -21,9 +21,6 @@ namespace ballast::client::cli {
 // `world_size` ranks. INVALID_ARGUMENT, NOT_FOUND: one line.
 absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size);
 
-// Bytes, or a number with KiB, MiB, GiB or TiB. INVALID_ARGUMENT.
-absl::StatusOr<int64_t> ParseBytes(const std::string& text);
-
 struct PlanRow {
   UpdateMode update = UpdateMode::kWait;
   bool several_micro_steps = false;
@@ -44,6 +41,7 @@ struct Plan {
   int64_t previous_bytes = 0;   // What keep_previous takes,
   bool keeps_previous = false;  // which the rows have if the description says so.
   std::vector<PlanRow> rows;    // From the least memory to the most, as a rule.
+  bool fits() const;            // With some option.
 };
 // INVALID_ARGUMENT: no such job can be created.
 absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes);

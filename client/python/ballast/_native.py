@@ -147,6 +147,7 @@ _FUNCTIONS = {
                           c.POINTER(c.c_uint64), c.POINTER(c.c_int64)],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
+    "ballast_close_job": [c.c_void_p],
     "ballast_undo": [c.c_void_p, c.POINTER(c.c_uint64)],
 }
 

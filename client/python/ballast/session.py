@@ -486,6 +486,10 @@ class Session:
         """From such a directory. It ends the sessions of all ranks, this one included."""
         self._patiently("ballast_load", self._open(), directory.encode())
 
+    def close_job(self) -> None:
+        """Closes the job, of all ranks, which forgets its state: `save` it first. It ends the sessions of all ranks."""
+        self._patiently("ballast_close_job", self._open())
+
     def undo(self) -> int:
         """Undoes the last committed step, exactly, of a job with keep_previous; returns its number. It ends the
         sessions of all ranks, this one included; opened again they are at the step before. FailedPreconditionError:

@@ -33,7 +33,14 @@ std::optional<Release> ParseRelease(absl::string_view text) {
 
 }  // namespace
 
+// In a file of its own, which the build makes: it is another one after each commit.
+extern const char kBallastBuild[];
+
 std::string BallastVersion() { return BALLAST_VERSION; }
+
+std::string VersionAndBuild() {
+  return absl::StrCat(BallastVersion(), " (build ", kBallastBuild, ")");
+}
 
 std::string BallastUserAgent() { return absl::StrCat(kName, BallastVersion()); }
 

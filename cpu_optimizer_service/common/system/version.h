@@ -14,7 +14,8 @@
 
 namespace ballast {
 
-std::string BallastVersion();  // "0.1.0".
+std::string BallastVersion();   // "0.1.0".
+std::string VersionAndBuild();  // "0.1.0 (build acbdb20)".
 // What a client's user agent begins with.
 std::string BallastUserAgent();
 

@@ -56,8 +56,14 @@ export function overdue(job) {
   return job.awaited.length > 0 && job.seconds_since_first_seal > Math.max(1, 2 * (job.last_step_seconds ?? 0));
 }
 
+// Its training is over, or was stopped: no rank is there, and no step waits for one.
+function idle(job) {
+  return job.phase === "ready" && job.attached === 0;
+}
+
 export function stateOf(job) {
   if (overdue(job)) return ["waiting", "wait"];
+  if (idle(job)) return ["idle", ""];
   return phases[job.phase] ?? [job.phase, ""];
 }
 
@@ -76,7 +82,7 @@ export function trouble(job) {
   const hung = job.saves.find((save) => save.seconds_since_progress > 10);
   if (hung) return [`The save to ${hung.directory} has written nothing for ${seconds(hung.seconds_since_progress)}.`, "wait"];
   if (job.phase === "awaiting_weights") return ["First weights have not all arrived.", "wait"];
-  if (job.phase !== "closed" && job.attached < job.world_size) {
+  if (job.phase !== "closed" && job.attached < job.world_size && !idle(job)) {
     return [`${plural(job.world_size - job.attached, "rank has", "ranks have")} no process.`, "wait"];
   }
   return null;

@@ -58,8 +58,12 @@ class CliTest : public testing::Test {
   }
 
   ProcessResult Ballast(std::vector<std::string> words) {
-    words.insert(words.begin(), kBin + "/ballast");
     words.push_back("--service=" + daemon_->Address());
+    return BallastAlone(std::move(words));
+  }
+  // A command that asks no service.
+  ProcessResult BallastAlone(std::vector<std::string> words) {
+    words.insert(words.begin(), kBin + "/ballast");
     return RunProcess(words, directory_);
   }
   std::string Text(std::vector<std::string> words) {
@@ -223,7 +227,8 @@ TEST_F(CliTest, CloseOfAJobInTrainingIsRefusedInOneLine) {
       "ballast: job gpt is in training: 1 of 1 workers are attached, at step 1; stop them, or "
       "give it up, with all its state: ballast close gpt --force\n");
   EXPECT_EQ(Json({"job", "gpt"})["committed_step"], 1);
-  EXPECT_THAT(Failure({"close", "gtp"}), HasSubstr("did you mean gpt?"));
+  EXPECT_EQ(Failure({"close", "gtp"}), "ballast: there is no job gtp; asked at " +
+                                           daemon_->Address() + "; did you mean gpt?\n");
   rank_.reset();  // It leaves.
   ASSERT_TRUE(Eventually([&] { return Json({"job", "gpt"})["ranks"][0]["attached"] == false; }));
   EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
@@ -277,7 +282,7 @@ TEST_F(CliTest, PlanSaysWhereAFileIsNoJob) {
   const std::string file = directory_ + "/job.json";
   const auto plan = [&](const std::string& text) {
     std::ofstream(file) << text;
-    const ProcessResult result = Ballast({"plan", file, "--memory=1GiB"});
+    const ProcessResult result = BallastAlone({"plan", file, "--memory=1GiB"});
     EXPECT_EQ(result.exit_code, 2);
     return result.error;
   };
@@ -296,7 +301,7 @@ TEST_F(CliTest, PlanRefusesGroupsAndSizesThatNoJobMayHave) {
     std::ofstream(file) << R"({"parameters": [{"name": "w", "trainable": true, )" << parameter
                         << "}]}";
     const ProcessResult result =
-        Ballast({"plan", file, "--memory=1GiB", "--world-size=" + world_size});
+        BallastAlone({"plan", file, "--memory=1GiB", "--world-size=" + world_size});
     EXPECT_EQ(result.exit_code, 2) << parameter;
     EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
     return result.error;
@@ -315,12 +320,98 @@ TEST_F(CliTest, PlanRefusesGroupsAndSizesThatNoJobMayHave) {
 }
 
 TEST_F(CliTest, PlanSaysWhatThePreviousVersionTakes) {
-  const json plan = Json({"plan", "1M:fp32", "--memory=1GiB"});
+  const json plan =
+      json::parse(BallastAlone({"plan", "1M:fp32", "--memory=1GiB", "--json"}).output);
   EXPECT_EQ(plan["keep_previous"], false);
   EXPECT_GE(plan["keep_previous_bytes"], plan["options"][0]["state_bytes"]);
   EXPECT_EQ(plan["options"][0]["previous_bytes"], 0);
-  EXPECT_THAT(Text({"plan", "1M:fp32", "--memory=1GiB"}),
+  EXPECT_THAT(BallastAlone({"plan", "1M:fp32", "--memory=1GiB"}).output,
               HasSubstr("To keep the previous version, for undo, takes "));
+}
+
+TEST_F(CliTest, CommandsThatAskNoServiceHaveNoFlagsOfOne) {
+  for (const std::string command : {"plan", "export", "completion"}) {
+    const std::string help = BallastAlone({"help", command}).output;
+    EXPECT_THAT(help, AllOf(HasSubstr("--json"), HasSubstr("--help")));
+    for (const char* flag : {"--service", "--tls-ca", "--token-file", "--wait", "--timeout"}) {
+      EXPECT_THAT(help, Not(HasSubstr(flag))) << command;
+    }
+  }
+  EXPECT_EQ(BallastAlone({"plan", "1M", "--service=127.0.0.1:1"}).exit_code, 2);
+}
+
+TEST_F(CliTest, APlanThatDoesNotFitIsPrintedAndExitsWithOne) {
+  const ProcessResult plan = BallastAlone({"plan", "7B", "--memory=8GiB"});
+  EXPECT_EQ(plan.exit_code, 1);
+  EXPECT_EQ(plan.error, "");
+  EXPECT_THAT(plan.output, HasSubstr("It does not fit"));
+  EXPECT_EQ(BallastAlone({"plan", "7B", "--memory=8GiB", "--json"}).exit_code, 1);
+  EXPECT_EQ(BallastAlone({"plan", "1M", "--memory=8GiB"}).exit_code, 0);
+  EXPECT_EQ(BallastAlone({"plan", "1M", "--memory=128"}).exit_code, 2);  // Of what?
+}
+
+TEST_F(CliTest, TheServiceMayBeSaidByTheEnvironment) {
+  const auto ask = [&](const std::string& variable, std::vector<std::string> flags) {
+    flags.insert(flags.begin(),
+                 {"/usr/bin/env", "BALLAST_SERVICE=" + variable, kBin + "/ballast", "jobs"});
+    return RunProcess(flags, directory_).exit_code;
+  };
+  EXPECT_EQ(ask(daemon_->Address(), {}), 0);
+  EXPECT_EQ(ask("unix:/nowhere", {"--service=" + daemon_->Address()}), 0);
+  EXPECT_EQ(ask("unix:/nowhere", {}), 1);
+  EXPECT_EQ(ask("nonsense", {}), 2);
+}
+
+TEST_F(CliTest, VersionSaysWhichBuildItIs) {
+  const ProcessResult version = BallastAlone({"--version"});
+  EXPECT_EQ(version.exit_code, 0);
+  EXPECT_THAT(version.output,
+              testing::MatchesRegex("ballast [0-9]+\\.[0-9]+\\.[0-9]+ \\(build [^ ]+\\)\n"));
+}
+
+TEST_F(CliTest, HistoryShowsTheLastSteps) {
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  const json history = Json({"history", "gpt"});
+  EXPECT_EQ(history["job"], "gpt");
+  ASSERT_EQ(history["steps"].size(), 2u);
+  EXPECT_EQ(history["steps"][1]["step"], 2);
+  EXPECT_GT(history["steps"][1]["seconds"], 0);
+  EXPECT_EQ(history["steps"], Json({"job", "gpt"})["recent_steps"]);
+  EXPECT_THAT(Text({"history", "gpt"}),
+              testing::ContainsRegex("step +norm +clip +lr +seconds +skipped because\n +1 "));
+}
+
+// What packages install is what this tool says.
+TEST_F(CliTest, CompletionIsOfTheCommandsAndFlagsThatThereAre) {
+  for (const auto& [shell, file] : {std::pair("bash", "ballast.bash"), {"zsh", "_ballast"}}) {
+    const ProcessResult script = BallastAlone({"completion", shell});
+    EXPECT_EQ(script.exit_code, 0) << script.error;
+    EXPECT_EQ(script.output, ReadFile(std::string("deploy/completion/") + file))
+        << "ballast completion " << shell << " >deploy/completion/" << file;
+  }
+  EXPECT_EQ(BallastAlone({"completion", "fish"}).exit_code, 2);
+}
+
+TEST_F(CliTest, BashCompletesCommandsFlagsAndJobs) {
+  const auto complete = [&](const std::string& line) {
+    // As a terminal would cut it into words.
+    const ProcessResult done = RunProcess(
+        {"/usr/bin/env", "BALLAST_SERVICE=" + daemon_->Address(), "/bin/bash", "-c",
+         "set -eu; source deploy/completion/ballast.bash; COMP_WORDS=(" + line +
+             "); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _ballast; echo \"${COMPREPLY[*]}\""},
+        directory_);
+    EXPECT_EQ(done.exit_code, 0) << line << ": " << done.error;
+    return done.output;
+  };
+  const std::string ballast = kBin + "/ballast ";
+  EXPECT_EQ(complete(ballast + "che"), "checkpoints\n");
+  EXPECT_EQ(complete(ballast + "close --f"), "--force\n");
+  EXPECT_EQ(complete(ballast + "plan --se"), "\n");
+  EXPECT_EQ(complete(ballast + "job g"), "gpt\n");
+  EXPECT_EQ(complete(ballast + "job --timeout 5 g"), "gpt\n");
+  EXPECT_EQ(complete(ballast + "job gpt g"), "\n");
+  EXPECT_EQ(complete(ballast + "state gpt wte --out = LICENS"), "LICENSE\n");
+  EXPECT_EQ(complete(ballast + "help un"), "undo\n");
 }
 
 // "a,b,c", in the order in which they are printed.
@@ -364,7 +455,8 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
   EXPECT_EQ(
       Fields(job["recent_steps"][0]),
       "step,applied,skip_reason,norm,clip_coefficient,multipliers,voted,micro_steps,loss_scale,"
-      "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
+      "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks,"
+      "seconds");
   EXPECT_EQ(Fields(job["recent_steps"][0]["hyper_parameters"][0]), hyper_parameters);
 
   const auto groups = Json({"groups", "gpt"});
@@ -458,7 +550,7 @@ TEST_F(CliTest, SaysInOneLineThatNoServiceAnswersAndWhy) {
   };
   const auto line = [](const std::string& address, const std::string& cause) {
     return "ballast: no service answers at " + address + ": " + cause +
-           "; start ballastd, or give its address with --service\n";
+           "; start ballastd, or give its address with --service or BALLAST_SERVICE\n";
   };
   const std::string none = "unix:" + directory_ + "/none";
   EXPECT_EQ(error(none), line(none, "there is no such socket"));

@@ -139,6 +139,10 @@ TEST_F(CliTraceTest, WritesWhatHappenedToEveryChunk) {
   const std::string text = ReadFile(file);
   ASSERT_TRUE(json::accept(text)) << text.substr(0, 1000);
   const json trace = json::parse(text);
+  const auto events =
+      std::count_if(trace["traceEvents"].begin(), trace["traceEvents"].end(),
+                    [](const json& event) { return event["ph"] != "M"; });  // Names of tracks.
+  EXPECT_THAT(result.output, HasSubstr("wrote " + std::to_string(events) + " events of job gpt"));
   EXPECT_EQ(trace["otherData"]["dropped_events"], 0);
   const ChunksOf chunks = ReadChunks(trace);
   ASSERT_EQ(chunks.size(), 3u);

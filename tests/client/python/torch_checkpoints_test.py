@@ -302,6 +302,24 @@ class CheckpointsTest(unittest.TestCase):
         self.assertEqual(saved.pop(again), max(saved.values()) + 1)
         optimizer.close()
 
+    def test_close_leaves_the_job_and_with_save_it_closes_that_too(self):
+        service = self.service()
+        client = ballast.connect(service.address)
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        with self.assertRaises(ballast.FailedPreconditionError):  # It is bound to no job.
+            optimizer.close(save=True)
+        train(model, optimizer, range(3))
+        optimizer.close()
+        self.assertEqual([job["committed_step"] for job in client.jobs()], [3])
+        optimizer.attach()
+        optimizer.close(save=True)
+        self.assertEqual(client.jobs(), [])
+        self.assertEqual([found["step"] for found in client.checkpoints("gpt")], [3])
+        resumed = new_model()
+        self.assertEqual(self.optimizer(resumed, service).attach(resume=True), 3)
+        self.assertEqual(self.weights(resumed), self.weights(model))
+
     def test_moments_of_torch_begin_a_new_job(self):
         service = ballast.Service(memory_limit="256MiB", threads=1)  # No --checkpoint-dir.
         self.addCleanup(service.stop)

@@ -138,6 +138,25 @@ def begins_alike(rank, world_size, service, job):
     return [error_of(lambda: attach(rank)), attach(7), attach(rank)]
 
 
+def closes_the_job(rank, world_size, service, job, saves):
+    """At the end, by all ranks. Where it cannot be saved they are told so, and go on."""
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    train(ddp(model), optimizer, rank, 2)
+    refused = error_of(lambda: optimizer.close(save=True))
+    if saves:
+        again = model_of()
+        resumed = ballast.torch.AdamW(again.named_parameters(), service=service, job=job)
+        step = resumed.attach(resume=True)
+        same = all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), again.parameters()))
+        resumed.close()
+        return [refused[0], step, same]
+    train(ddp(model), optimizer, rank, 1)
+    step = optimizer.param_groups[0]["job_step"]
+    optimizer.close()
+    return [refused[0], step]
+
+
 def service_goes_away(rank, world_size, service, job, pid):
     model = model_of()
     parallel = ddp(model)

@@ -2,6 +2,7 @@
 """ballast.torch on several ranks when something is not as it should be: one line on every rank, and nobody waits for
 those who do not come."""
 
+import tempfile
 import unittest
 
 from ranks_for_tests import RanksTest, run_ranks
@@ -60,7 +61,12 @@ class TorchRanksTest(RanksTest):
                     self.assertNotEqual(again[0], "none")  # Nor does anybody hang in the next step.
 
     def test_waits_end(self):
-        alone, interrupted, unread = self.ranks(2, ("comes_alone", {}), ("is_interrupted", {}), ("cannot_read", {}))
+        with tempfile.TemporaryDirectory() as saved, ballast.Service(memory_limit="1GiB", checkpoint_dir=saved) as saving:
+            alone, interrupted, unread, stays, closes = self.ranks(
+                2, ("comes_alone", {}), ("is_interrupted", {}), ("cannot_read", {}), ("closes_the_job", {"saves": False}),
+                ("closes_the_job", {"saves": True, "service": saving.address}))
+        self.assertEqual(stays, [["FailedPreconditionError", 3]] * 2)
+        self.assertEqual(closes, [["none", 2, True]] * 2)
         self.assertEqual(alone[0][0], "DeadlineError")
         self.assertIn("only 1 of 2 ranks came to bind the optimizer within 1 s", alone[0][1])
         self.assertEqual(interrupted, ["KeyboardInterrupt", "did no step"])

@@ -520,8 +520,7 @@ TEST_F(CheckpointFolderTest, ADirectoryIsTriedAtOnceAndKnowsWhatItHas) {
   Engine engine(
       {.memory_limit_bytes = int64_t{64} << 20, .threads = 2, .checkpoints = directory.get()});
   const auto said = [&] { return std::string(engine.FindJob("job").status().message()); };
-  EXPECT_THAT(said(), AllOf(HasSubstr("there is no job job; this service began "),
-                            HasSubstr("had not saved is lost")));
+  EXPECT_EQ(said(), "there is no job job");  // Which may be a mistyped name.
   {
     const auto driver = NewJob(engine, 1);
     ASSERT_TRUE(driver->job().Save(directory->PathOf("job")).ok());

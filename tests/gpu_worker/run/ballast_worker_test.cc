@@ -137,8 +137,44 @@ TEST(BallastWorker, RefusesWrongFlagsInOneLine) {
 TEST(BallastWorker, SaysThatNoServiceAnswers) {
   const HeldPort held;
   const std::string address = "127.0.0.1:" + std::to_string(held.port());
-  EXPECT_THAT(FailureOf({.flags = {"--optimizer=service", "--service=" + address}}),
-              HasSubstr(address));
+  EXPECT_THAT(
+      FailureOf({.flags = {"--optimizer=service"}, .environment = {{"BALLAST_SERVICE", address}}}),
+      HasSubstr(address));
+}
+
+TEST(BallastWorker, SaysWhichBuildItIs) {
+  Worker worker({.flags = {"--version"}});
+  EXPECT_EQ(worker.ExitCode(), 0);
+  EXPECT_THAT(worker.Output(),
+              testing::MatchesRegex("ballast-worker [0-9]+\\.[0-9]+\\.[0-9]+ \\(build [^ ]+\\)\n"));
+}
+
+TEST(BallastWorker, ClosesTheJobAtTheEndOnceItIsSaved) {
+  const TempPath saved("saved");
+  const HeldPort held;
+  const std::string address = "127.0.0.1:" + std::to_string(held.port());
+  const Service service(address, {"--checkpoint-dir=" + saved.str()});
+  const auto run = [&](std::vector<std::string> flags) {
+    flags.insert(flags.end(), {"--optimizer=service", "--service=" + address, "--job=ends"});
+    Worker worker({.flags = std::move(flags)});
+    EXPECT_EQ(worker.ExitCode(), 0) << worker.Errors();
+  };
+  // Of the job that is saved there, and nothing else is.
+  const auto uid_in = [&](const std::string& folder) {
+    for (const auto& entry : std::filesystem::directory_iterator(saved.str() + "/" + folder)) {
+      if (!entry.is_directory()) continue;
+      const std::string index = ReadFile(entry.path().string() + "/index.json");
+      const size_t uid = index.find("\"uid\"");
+      return uid == std::string::npos ? "" : index.substr(uid, 48);
+    }
+    return std::string();
+  };
+  run({"--close-at-end"});
+  // A job that is still there would go on under its own uid, and load nothing.
+  run({"--resume=ends", "--steps=3", "--save=later", "--close-at-end"});
+  EXPECT_NE(uid_in("ends"), "");
+  EXPECT_NE(uid_in("later"), "");
+  EXPECT_NE(uid_in("ends"), uid_in("later"));
 }
 
 TEST(BallastWorker, NamesATakenMasterPortInOneLine) {

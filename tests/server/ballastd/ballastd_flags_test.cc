@@ -30,9 +30,10 @@ using ::testing::Not;
 TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
   for (const char* flag :
        {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
-        "--log-level=loud", "--drain-seconds=-1", "--seal-deadline-seconds=nan",
-        "--listen=", "--flagfile=x", "--shared-memory=yes", "--checkpoint-keep=0",
-        "--checkpoint-every=10min", "--checkpoint-every=often", "--state-dir=/proc/ballast"}) {
+        "--memory-limit=128", "--forget-after=1h", "--log-level=loud", "--drain-seconds=-1",
+        "--seal-deadline-seconds=nan", "--listen=", "--flagfile=x", "--shared-memory=yes",
+        "--checkpoint-keep=0", "--checkpoint-every=10min", "--checkpoint-every=often",
+        "--state-dir=/proc/ballast"}) {
     Ballastd service(BALLASTD_PATH, {flag});
     EXPECT_EQ(service.Address(), "") << flag;
     EXPECT_EQ(service.ExitCode(), 2) << flag;
@@ -93,6 +94,11 @@ TEST(Ballastd, ListsItsFlags) {
   // Container runtimes kill after ten seconds.
   EXPECT_THAT(output, testing::ContainsRegex("bounded\\.[ \n]*\\([0-9]\\)"));
   EXPECT_THAT(output, Not(HasSubstr("Others:"))) << "give it a group in flag_sources.cc";
+}
+
+TEST(Ballastd, SaysWhichBuildItIs) {
+  EXPECT_THAT(OutputOf({"--version"}),
+              testing::MatchesRegex("ballastd [0-9]+\\.[0-9]+\\.[0-9]+ \\(build [^ ]+\\)\n"));
 }
 
 // A folder with files that say who may do what.
@@ -183,7 +189,7 @@ TEST_F(BallastdAccessTest, TakesFlagsFromAFileTheEnvironmentAndTheCommandLine) {
   EXPECT_THAT(service.Address(), HasSubstr("127.0.0.1:"));
   service.Signal(SIGTERM);
   EXPECT_EQ(service.ExitCode(), 0);
-  EXPECT_THAT(service.Errors(), HasSubstr("memory limit 2.0 GiB, 3 threads"));
+  EXPECT_THAT(service.Errors(), HasSubstr("memory limit 2.00 GiB, 3 threads"));
 }
 
 TEST_F(BallastdAccessTest, ChecksItsConfiguration) {

@@ -25,6 +25,7 @@
 #include "proto/status.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
 #include "tests/server/tiny_job.h"
+#include "tests/support/eventually.h"
 #include "tests/support/processes.h"
 #include "tests/support/sanitizers.h"
 
@@ -463,6 +464,22 @@ TEST_F(BallastdWithABrokenJob, EndsOnSigtermAndCountsItAsLost) {
                     HasSubstr("saved job whole at step 0"), Not(HasSubstr("not saved"))));
 }
 
+TEST(Ballastd, SavesAndClosesAJobThatNoRankHasHadForLong) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_idle_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints,
+                                   "--forget-after=3s"});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  const std::string said = "job one closed, because it had no rank for 3s: saved at step 0 in " +
+                           checkpoints + "/one/step-0.1";
+  EXPECT_TRUE(Eventually([&] { return service.Errors().find(said) != std::string::npos; }))
+      << service.Errors();
+  CreateJob(address, "one");  // Its name is free.
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  std::filesystem::remove_all(checkpoints);
+}
+
 TEST(Ballastd, FindsOutAtItsStartThatItCannotSave) {
   for (const std::string directory : {"/proc/nowhere", "/dev/null/below"}) {
     Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + directory});
@@ -502,7 +519,7 @@ TEST(Ballastd, LeavesAnEarlierJobsCheckpointsBesideANewOnes) {
   v1::LoadJobResponse loaded;
   grpc::ClientContext too_early;
   EXPECT_THAT(state->LoadJob(&too_early, load, &loaded).error_message(),
-              AllOf(HasSubstr("there is no job one; this service began "), Not(HasSubstr(" 0 ago")),
+              AllOf(HasSubstr("there is no job one; "), Not(HasSubstr("is lost")),
                     HasSubstr("saved was step 1, in " + checkpoints + "/one/step-1.1"),
                     HasSubstr("--resume=one")));
   CreateJob(address, "one");  // Anew, as supervised workers would.
@@ -761,7 +778,8 @@ TEST(Ballastd, FindsJobsInItsDirectoryAfterTheEndOfAllItsProcesses) {
     EXPECT_EQ(job.committed_step(), 1);
     service.Signal(SIGTERM);
     EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
-    EXPECT_THAT(service.Errors(), HasSubstr("1 jobs stay in " + memory.path()));
+    EXPECT_THAT(service.Errors(),
+                HasSubstr("kept in " + memory.path() + " for the next process: 1 job\n"));
   }
   {  // A start that fails closes no job.
     std::vector<std::string> failing = flags;

@@ -99,7 +99,7 @@ class Binding:
         self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
         self._saved_step = 0
-        self._undos = 0  # That were asked for.
+        self._undos = self._closings = 0  # That were asked for.
         self._overlap = overlap
         self._process = os.getpid()
         self._broken: str | None = None
@@ -375,6 +375,29 @@ class Binding:
             warnings.warn(f"the service did not save step {self.step_count} of job {self._job} with this state, which "
                           f"can be gone on from only while the job is at that step: {error}", stacklevel=3)
 
+    def save_and_close_job(self) -> None:
+        """Of all ranks: saves the job, and closes it on the service. The session of every rank has ended then."""
+        if self._broken is not None:
+            raise FailedPreconditionError(self._broken)
+        self.wait_for_weights()
+        self._closings += 1
+        with self._notifying():
+            if self.peers is not None:  # One may still receive the weights of the step.
+                self.peers.meet(f"closing {self._closings} begun")
+            refused = _refusal(self._save_and_close, BallastError) if self.rank == 0 else ""
+            if self.peers is not None:
+                refused = self.peers.from_first(f"closing {self._closings}", refused)
+        if refused:
+            raise _error_of(refused)
+
+    def _save_and_close(self) -> None:
+        if self.owned_service is not None:
+            raise FailedPreconditionError("the service was started for this run (service=None) and has no place to save "
+                                          "to: give service= the address of a ballast.Service(checkpoint_dir=...) or of "
+                                          "a ballastd with a --checkpoint-dir")
+        self.session.save(self._job)
+        self.session.close_job()
+
     def read_state(self, parameter: torch.Tensor, plane: str) -> tuple[torch.Tensor, int]:
         """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
         index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
@@ -480,7 +503,7 @@ class Binding:
             self._undos += 1
             if self.peers is not None:  # One may still receive the weights of the step.
                 self.peers.meet(f"undo {self._undos} begun")
-            refused = self._undo_on_service() if self.rank == 0 else ""
+            refused = _refusal(self.session.undo, FailedPreconditionError, PermissionDeniedError) if self.rank == 0 else ""
             if self.peers is not None:
                 refused = self.peers.from_first(f"undo {self._undos}", refused)
             if not refused:
@@ -488,16 +511,7 @@ class Binding:
                 self._open_again()
                 self._broken = None
         if refused:
-            status, _, why = refused.partition(" ")
-            raise error_of(int(status), why)
-
-    def _undo_on_service(self) -> str:
-        """Status and text of a refusal, which leaves everything as it was; or ""."""
-        try:
-            self.session.undo()
-        except (FailedPreconditionError, PermissionDeniedError) as error:
-            return f"{error.status} {error}"
-        return ""
+            raise _error_of(refused)
 
     def _open_again(self) -> None:
         """The session of every rank has ended."""
@@ -723,6 +737,22 @@ class Binding:
             self._watch = Watch(self.parameters)
         else:
             self._watch.remember()
+
+
+def _refusal(call: Callable[[], Any], *kinds: type[BallastError]) -> str:
+    """Status and text of an error of these kinds, which leaves everything as it was; or ""."""
+    try:
+        call()
+    except AbortedError:
+        raise
+    except kinds as error:
+        return f"{error.status} {error}"
+    return ""
+
+
+def _error_of(refusal: str) -> BallastError:
+    status, _, why = refusal.partition(" ")
+    return error_of(int(status), why)
 
 
 def _identities(param_groups: list[dict[str, Any]]) -> list[int]:

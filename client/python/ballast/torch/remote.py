@@ -176,10 +176,19 @@ class Remote(torch.optim.Optimizer):
         checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
         return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
 
-    def close(self) -> None:
-        """Ends the session, and the service that was started for it. The weights stay in the parameters. Where weights
-        are coming that ranks gather from each other, it is a FailedPreconditionError, and nothing is closed, until all
-        ranks have called `wait_for_weights`."""
+    @torch.no_grad()
+    def close(self, save: bool = False) -> None:
+        """Ends the session, and the service that was started for it. The job stays on the service, and so do its
+        memory and its state. The weights stay in the parameters. Where weights are coming that ranks gather from each
+        other, it is a FailedPreconditionError, and nothing is closed, until all ranks have called `wait_for_weights`.
+
+        save: at the end of a training. All ranks call it. The service saves the job in a new checkpoint, in the folder
+        of the job's name, and then closes the job, which frees its memory; `attach(resume=True)` goes on from there. If
+        that is refused, it is an error on all ranks, and nothing is closed."""
+        if save:
+            if self._binding is None:
+                raise FailedPreconditionError("this optimizer is bound to no job that could be saved")
+            self._binding.save_and_close_job()
         if self._binding is not None:
             refused = False
             try:
