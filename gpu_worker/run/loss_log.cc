@@ -82,9 +82,10 @@ std::string NoteOf(absl::string_view job_uid, uint64_t step, double loss) {
 std::optional<StepReport> ParseNote(absl::string_view note) {
   const std::vector<absl::string_view> words =
       absl::StrSplit(absl::StripAsciiWhitespace(note), ' ', absl::SkipEmpty());
+  const size_t count = words.size();
   StepReport report;
-  if (words.size() != 3 || !absl::SimpleAtoi(words[1], &report.step) || report.step == 0 ||
-      !absl::SimpleAtod(words[2], &report.loss)) {
+  if (count < 3 || !absl::SimpleAtoi(words[count - 2], &report.step) || report.step == 0 ||
+      !absl::SimpleAtod(words[count - 1], &report.loss)) {
     return std::nullopt;
   }
   report.norm = report.clip_coefficient = kUnknown;
