@@ -81,7 +81,7 @@ struct FirstState {
   std::vector<int64_t> update_counts;  // By parameter, at most `step`; 0 for a frozen one.
 };
 // That the words in which a job's chunks are kept can say.
-inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 34;
+inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;
 
 // 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.
 bool IsJobName(absl::string_view name);

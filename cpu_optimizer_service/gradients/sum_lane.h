@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "cpu_optimizer_service/common/system/checked_word.h"
+
 namespace ballast {
 
 inline constexpr int64_t kSumTurnElements = 256;
@@ -14,11 +16,11 @@ inline constexpr int64_t kSumTurnElements = 256;
 // In memory that outlives the process; all zeros is a lane that is free. One thread at a time.
 struct SumLane {
   uint64_t word = 0;  // SumWord; 0: nothing is being added.
-  uint64_t tag = 0;   // Of the contribution.
+  uint64_t tag = 0;   // Of the contribution; a checked word.
   alignas(64) float turns[2][kSumTurnElements];
 };
 
-// Of `chunk` elements [0, done) are added, the last `count` of them in turn `turn`.
+// A checked word: of `chunk` elements [0, done) are added, the last `count` of them in turn `turn`.
 struct SumWord {
   uint32_t chunk = 0;
   int64_t done = 0;
@@ -31,13 +33,15 @@ struct SumWord {
 
   // Never 0.
   uint64_t Pack() const {
-    return (((uint64_t{chunk} + 1) << kDoneBits | static_cast<uint64_t>(done)) << kCountBits |
-            static_cast<uint64_t>(count))
-               << kTurnBits |
-           static_cast<uint64_t>(turn);
+    return CheckedWord(
+        (((uint64_t{chunk} + 1) << kDoneBits | static_cast<uint64_t>(done)) << kCountBits |
+         static_cast<uint64_t>(count))
+            << kTurnBits |
+        static_cast<uint64_t>(turn));
   }
   // `word` is not 0.
   static SumWord Unpack(uint64_t word) {
+    word &= kCheckedValueMask;
     SumWord unpacked;
     unpacked.turn = static_cast<int>(word & 1);
     word >>= kTurnBits;

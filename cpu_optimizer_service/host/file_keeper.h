@@ -36,9 +36,6 @@ class FileKeeper {
   // What an earlier process left, by name. Once.
   virtual std::map<std::string, FileDescriptor> TakeKept() = 0;
 
-  // Whoever takes over what is kept must read this format, too; 0: none but that of all services.
-  virtual void KeptIn(uint32_t format) {}
-
   // Whether sealed files are kept as long as those of MakeFile.
   virtual bool keeps_sealed_files() const { return true; }
   // What is left for MakeFile, where that is less than all memory; none: as much as there is.

@@ -32,11 +32,6 @@ class KeptWriter {
   void operator()(const T&... values) {
     (Write(values), ...);
   }
-  // The last field of the last value, which an older format does not have.
-  template <typename T>
-  void Appended(const T& value) {
-    Write(value);
-  }
   const std::string& bytes() const { return bytes_; }
 
  private:
@@ -98,11 +93,6 @@ class KeptReader {
   template <typename... T>
   void operator()(T&... values) {
     (Read(values), ...);
-  }
-  // Keeps the value where there is none.
-  template <typename T>
-  void Appended(T& value) {
-    if (!left_.empty()) Read(value);
   }
   bool ok() const { return ok_; }
   bool at_end() const { return ok_ && left_.empty(); }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -9,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/common/system/ordered_stores.h"
 
 namespace ballast {
@@ -30,19 +33,9 @@ uint64_t ChecksumOf(absl::string_view bytes) {
 
 namespace {
 
-// A half's number in every byte, so that a byte that is not as it was stored is seen. The version
-// before this one stored the number alone.
-constexpr uint64_t kHalves[] = {0, 0x0101010101010101u, 0x0202020202020202u};
-// 0: none. -1: no word of a record's.
-int HalfIn(uint64_t word) {
-  for (int half = 0; half <= 2; ++half) {
-    if (word == kHalves[half] || word == static_cast<uint64_t>(half)) return half;
-  }
-  return -1;
-}
-
+// Checked words.
 struct RecordHeader {
-  uint64_t current = 0;   // Of kHalves.
+  uint64_t current = 0;   // The half that counts, 1 or 2; 0: none.
   uint64_t capacity = 0;  // Of a half's contents.
 };
 struct HalfHeader {
@@ -51,19 +44,29 @@ struct HalfHeader {
 };
 
 RecordHeader& HeaderOf(Arena& arena) { return *reinterpret_cast<RecordHeader*>(arena.data()); }
+// Both of a whole one.
+int CurrentOf(Arena& arena) {
+  return static_cast<int>(HeaderOf(arena).current & kCheckedValueMask);
+}
+int64_t CapacityOf(Arena& arena) {
+  return static_cast<int64_t>(HeaderOf(arena).capacity & kCheckedValueMask);
+}
 std::byte* HalfOf(Arena& arena, int half) {
   return arena.data() + kArenaAlignment +
-         (half - 1) * AlignUp(static_cast<int64_t>(HeaderOf(arena).capacity + sizeof(HalfHeader)));
+         (half - 1) * AlignUp(CapacityOf(arena) + static_cast<int64_t>(sizeof(HalfHeader)));
 }
 bool IsWhole(Arena& arena) {
   const RecordHeader& header = HeaderOf(arena);
+  const std::optional<uint64_t> current = ValueOf(header.current);
+  if (!current.has_value() || *current > 2) return false;
+  // The process may have died before it stored the capacity, which nobody reads then.
+  if (*current == 0) return true;
   // Asked before HalfOf computes with the capacity, because a damaged one would lead out of the
-  // memory. Where nothing is stored, the process may have died before it stored the capacity, which
-  // nobody reads then.
+  // memory.
+  const std::optional<uint64_t> capacity = ValueOf(header.capacity);
   const int64_t most_bytes = arena.size_bytes() - kArenaAlignment;
-  if (HalfIn(header.current) <= 0) return HalfIn(header.current) == 0;
-  return header.capacity < static_cast<uint64_t>(most_bytes) &&
-         2 * AlignUp(static_cast<int64_t>(header.capacity + sizeof(HalfHeader))) <= most_bytes;
+  return capacity.has_value() && *capacity < static_cast<uint64_t>(most_bytes) &&
+         2 * AlignUp(static_cast<int64_t>(*capacity + sizeof(HalfHeader))) <= most_bytes;
 }
 
 // The numbers of the names that begin with the label, ascending.
@@ -96,11 +99,11 @@ absl::StatusOr<std::string> KeptRecord::TakeOver() {
     number_ = number;
     if (!IsWhole(*arena)) return Damaged();
     // One that was growing when its process died has nothing yet, and goes.
-    if (HeaderOf(*arena).current != 0) arena_ = std::move(arena);
+    if (CurrentOf(*arena) != 0) arena_ = std::move(arena);
   }
   if (arena_ == nullptr) return absl::NotFoundError(absl::StrCat("no ", label_, " was kept"));
-  capacity_ = static_cast<int64_t>(HeaderOf(*arena_).capacity);
-  const std::byte* const half = HalfOf(*arena_, HalfIn(HeaderOf(*arena_).current));
+  capacity_ = CapacityOf(*arena_);
+  const std::byte* const half = HalfOf(*arena_, CurrentOf(*arena_));
   const auto& header = *reinterpret_cast<const HalfHeader*>(half);
   // Before the bytes are read: a damaged length could lead beyond the memory.
   if (header.bytes > static_cast<uint64_t>(capacity_)) return Damaged();
@@ -132,7 +135,7 @@ absl::Status KeptRecord::Grow(int64_t bytes, std::unique_ptr<Arena>& older) {
   capacity_ = capacity;
   // `current` is 0 until Store flips it: a process that dies before leaves this one without
   // contents, and TakeOver takes the older one.
-  HeaderOf(*arena).capacity = static_cast<uint64_t>(capacity);
+  HeaderOf(*arena).capacity = CheckedWord(static_cast<uint64_t>(capacity));
   older = std::exchange(arena_, std::move(arena));
   return absl::OkStatus();
 }
@@ -143,8 +146,7 @@ absl::Status KeptRecord::Store(absl::string_view contents) {
   if (arena_ == nullptr || bytes > capacity_) {
     BALLAST_RETURN_IF_ERROR(Grow(bytes, older));
   }
-  RecordHeader& header = HeaderOf(*arena_);
-  const int next = HalfIn(header.current) == 1 ? 2 : 1;
+  const int next = CurrentOf(*arena_) == 1 ? 2 : 1;
   std::byte* const half = HalfOf(*arena_, next);
   std::byte* const to = half + sizeof(HalfHeader);
   // The half that is not current is written, so a death in here leaves the older contents as they
@@ -157,13 +159,14 @@ absl::Status KeptRecord::Store(absl::string_view contents) {
                                           .checksum = ChecksumOf(contents)};
   Stored("a record's half");
   // StoreWord keeps the order: contents, length and checksum are all there before the word says so.
-  StoreWord(header.current, kHalves[next]);
+  StoreWord(HeaderOf(*arena_).current, CheckedWord(static_cast<uint64_t>(next)));
   Stored("a record's flip");
   return absl::OkStatus();
 }
 
 // ---------------------------------------------------------------- a log
 
+// Checked words.
 struct KeptLog::Header {
   uint64_t epoch = 0;
   uint64_t tail = 0;  // Bytes of entries.
@@ -184,31 +187,34 @@ KeptLog::KeptLog(NamedArenas& arenas, std::string label, int64_t capacity)
 
 absl::Status KeptLog::TakeOver(uint64_t epoch,
                                const std::function<void(absl::string_view)>& visit) {
+  bool whole = true;
   for (const int64_t number : NumbersLeft(arenas_, label_)) {
     BALLAST_ASSIGN_OR_RETURN(
         std::unique_ptr<Arena> arena,
         arenas_.Create(1, absl::StrCat(label_, " ", number), ArenaFactory::Touch::kLater));
     number_ = number;
+    const std::optional<uint64_t> of = ValueOf(reinterpret_cast<Header*>(arena->data())->epoch);
+    whole = whole && of.has_value();
     // One that was growing when its process died has no epoch yet.
-    if (arena_ == nullptr || reinterpret_cast<Header*>(arena->data())->epoch == epoch) {
-      arena_ = std::move(arena);
-    }
+    if (arena_ == nullptr || of == epoch) arena_ = std::move(arena);
   }
   if (arena_ == nullptr) return absl::OkStatus();
   capacity_ = arena_->size_bytes() - kArenaAlignment;
+  const absl::Status damaged = absl::DataLossError(
+      absl::StrCat(arenas_.WhatIs(absl::StrCat(label_, " ", number_)), " is not as it was stored"));
+  if (!whole) return damaged;
   const auto& header = *reinterpret_cast<const Header*>(arena_->data());
-  if (header.epoch != epoch) return absl::OkStatus();
+  if (header.epoch != CheckedWord(epoch)) return absl::OkStatus();
   const char* const entries = reinterpret_cast<const char*>(arena_->data()) + kArenaAlignment;
-  const absl::Status damaged =
-      absl::DataLossError(absl::StrCat("the ", label_, " that was kept is not as it was stored"));
   // All lengths come from memory that may be damaged, so each is compared before it is used.
-  if (header.tail > static_cast<uint64_t>(capacity_)) return damaged;
-  for (uint64_t at = 0; at < header.tail;) {
+  const uint64_t tail = ValueOf(header.tail).value_or(std::numeric_limits<uint64_t>::max());
+  if (tail > static_cast<uint64_t>(capacity_)) return damaged;
+  for (uint64_t at = 0; at < tail;) {
     EntryHeader of;
-    if (header.tail - at < sizeof(of)) return damaged;
+    if (tail - at < sizeof(of)) return damaged;
     std::memcpy(&of, entries + at, sizeof(of));
     at += sizeof(of);
-    if (of.bytes > header.tail - at) return damaged;
+    if (of.bytes > tail - at) return damaged;
     const absl::string_view entry(entries + at, of.bytes);
     if (ChecksumOf(entry) != of.checksum) return damaged;
     visit(entry);
@@ -231,7 +237,8 @@ absl::Status KeptLog::Grow(int64_t bytes) {
     // The epoch is stored last. A process that dies before leaves a log of no epoch, which TakeOver
     // passes over; one that dies after it leaves two with the same entries, and then the newer
     // counts.
-    std::memcpy(arena->data() + kArenaAlignment, arena_->data() + kArenaAlignment, old.tail);
+    std::memcpy(arena->data() + kArenaAlignment, arena_->data() + kArenaAlignment,
+                old.tail & kCheckedValueMask);
     grown.tail = old.tail;
     StoreWord(grown.epoch, old.epoch);
   }
@@ -246,22 +253,24 @@ absl::Status KeptLog::Append(uint64_t epoch, absl::string_view entry) {
   const auto needed = [&]() -> int64_t {
     if (arena_ == nullptr) return static_cast<int64_t>(bytes);
     const auto& header = *reinterpret_cast<const Header*>(arena_->data());
-    return static_cast<int64_t>((header.epoch == epoch ? header.tail : 0) + bytes);
+    const uint64_t tail = header.epoch == CheckedWord(epoch) ? header.tail & kCheckedValueMask : 0;
+    return static_cast<int64_t>(tail + bytes);
   }();
   if (arena_ == nullptr || needed > capacity_) BALLAST_RETURN_IF_ERROR(Grow(needed));
   auto& header = *reinterpret_cast<Header*>(arena_->data());
-  if (header.epoch != epoch) {
+  if (header.epoch != CheckedWord(epoch)) {
     // The end first: with the epoch first, a process that dies in between would leave entries of
     // the older epoch as if they were of this one.
     StoreWord(header.tail, 0);
-    StoreWord(header.epoch, epoch);
+    StoreWord(header.epoch, CheckedWord(epoch));
   }
   // The entry is written behind the end, where a later process does not look. The end comes last.
-  std::byte* const at = arena_->data() + kArenaAlignment + header.tail;
+  const uint64_t tail = header.tail & kCheckedValueMask;
+  std::byte* const at = arena_->data() + kArenaAlignment + tail;
   std::memcpy(at, &of, sizeof(of));
   std::memcpy(at + sizeof(of), entry.data(), entry.size());
   Stored("an entry of the log");
-  StoreWord(header.tail, header.tail + bytes);
+  StoreWord(header.tail, CheckedWord(tail + bytes));
   Stored("the log's end");
   return absl::OkStatus();
 }

@@ -241,20 +241,6 @@ int64_t NamedMemory::LeftBytes() const {
   return bytes;
 }
 
-void NamedMemory::KeepIn(const std::string& uid, uint32_t format) {
-  MutexLock lock(mutex_);
-  if (format == 0) {
-    formats_.erase(uid);
-  } else {
-    formats_[uid] = format;
-  }
-  // Whoever takes over takes all jobs, so the newest format counts. The keeper is told under the
-  // lock, so that the last one to change it has the last word.
-  uint32_t newest = 0;
-  for (const auto& [of_uid, of_job] : formats_) newest = std::max(newest, of_job);
-  keeper_.KeptIn(newest);
-}
-
 bool NamedMemory::PutBack(NamedArena& arena) {
   MutexLock lock(mutex_);
   if (puts_back_.empty() || !absl::StartsWith(arena.name_, puts_back_)) return false;

@@ -111,9 +111,6 @@ class NamedMemory {
     NamedMemory& memory_;
   };
 
-  // A job whose uid it is needs this of whoever takes over: FileKeeper::KeptIn; 0: nothing more.
-  void KeepIn(const std::string& uid, uint32_t format);
-
   // Descriptors that are no memory. Keeps `file`, which stays the caller's, under a new name.
   absl::Status KeepFile(const std::string& name, int file) { return keeper_.Keep(name, file); }
   // What an earlier process kept so; none: an empty one.
@@ -144,7 +141,6 @@ class NamedMemory {
   const std::function<int64_t()> available_bytes_;
   std::atomic<TaskPool*> tasks_ = nullptr;
   mutable Mutex mutex_;
-  std::map<std::string, uint32_t> formats_ ABSL_GUARDED_BY(mutex_);  // By uid.
   std::map<std::string, FileDescriptor> left_ ABSL_GUARDED_BY(mutex_);
   std::string puts_back_ ABSL_GUARDED_BY(mutex_);  // Empty: nothing.
 };

@@ -31,7 +31,8 @@
 
 namespace ballast {
 
-// It lies so in the file: another order or size of its fields is another kFormat.
+// It lies so in the file: another order or size of its fields is another kFormat. All formats have
+// these first fields, and their checksum.
 struct StateDirectory::Superblock {
   char magic[16];
   uint64_t format;
@@ -346,14 +347,13 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
     superblock_->checksum = checksum();
   }
   const bool is_ours = std::memcmp(superblock_->magic, kMagic, sizeof(kMagic)) == 0;
-  // Asked before the checksum, which a newer format may compute of something else.
-  if (is_ours && superblock_->format > kFormat) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        options_.path, " was left by a newer version (format ", superblock_->format, ", here ",
-        kFormat, "); start that version again, save, and load the checkpoints here"));
-  }
   if (!is_ours || superblock_->checksum != checksum()) {
     return absl::DataLossError(absl::StrCat(path, " has another checksum", instead));
+  }
+  if (superblock_->format != kFormat) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        options_.path, " was left by another version (format ", superblock_->format, ", here ",
+        kFormat, "); start that version again, save, and load the checkpoints here"));
   }
   // Files in memory do not outlive a boot.
   if (boot != superblock_->boot_id) {

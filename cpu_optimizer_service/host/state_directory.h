@@ -60,10 +60,6 @@ class StateDirectory final : public FileKeeper {
   absl::Status Keep(const std::string& name, int descriptor) override;
   void Drop(const std::string& name) override;
   std::map<std::string, FileDescriptor> TakeKept() override;
-  void KeptIn(uint32_t format) override {
-    // The other keeper says it to whoever is to take over; a directory does not start anybody.
-    if (options_.others != nullptr) options_.others->KeptIn(format);
-  }
   bool keeps_sealed_files() const override { return false; }
   std::optional<Room> room() const override;
   // "the file /dev/shm/ballast/4f6c....table.4096"; of one that is not there "....table*".

@@ -501,6 +501,7 @@ class JobImpl : public Job {
   absl::Status TakeOverState(std::string& story);
   void TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string& story)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckStepsInTable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status RollForward(const KeptDecision& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RollForwardChunk(const StepUpdate& update, int chunk, RedoLane* lane);
   void TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

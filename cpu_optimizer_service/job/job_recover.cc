@@ -9,6 +9,7 @@
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
@@ -43,8 +44,7 @@ class JobImpl::KeptRankMemory final : public RankMemory {
 namespace {
 
 // Whether a lane's word is one of a chunk that the job has.
-// Lanes have no checksum, so this is asked before a word is used as an index: a wrong one would
-// have elements copied to anywhere.
+// Asked before a word is used as an index: a wrong one would have elements copied to anywhere.
 template <typename Word>
 bool Fits(const Word& word, const Layout& layout, int64_t most_of_a_turn) {
   return word.chunk < layout.chunks().size() && word.done <= layout.chunks()[word.chunk].elements &&
@@ -207,10 +207,12 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       gate_.FinishLoading(/*torn=*/true);
       absl::StrAppend(&story, ", torn: loading ", record_.torn_by, " did not end");
     } else if (record_.decision.has_value()) {
+      BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
       BALLAST_RETURN_IF_ERROR(RollForward(*std::exchange(record_.decision, std::nullopt)));
       absl::StrAppend(&story, "; its step ", record_.committed_step,
                       " was decided, and has been carried out to its end");
     } else {
+      if (kept_->weights_complete()) BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
       // A step that was given up, or undone, may be so in the record alone.
       // SwitchBack first: it sees by their steps which chunks have not gone back, and after SetStep
       // all steps are the same.
@@ -225,6 +227,18 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
     const LoadRequest request = {.path = loading->path, .weights_only = loading->weights_only};
     environment_.disk_threads->Run(
         [self = Self(), request] { self->Guarded([&] { self->LoadAgain(request); }); });
+  }
+  return absl::OkStatus();
+}
+
+// A step that is being carried out, given up or undone may be one ahead or behind in the table.
+absl::Status JobImpl::CheckStepsInTable() const {
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    const uint64_t step = store_->step(chunk);
+    if (step <= record_.committed_step + 1 && step + 1 >= record_.committed_step) continue;
+    return absl::DataLossError(absl::StrCat(kept_->arenas().WhatIs("table"), " has chunk ", chunk,
+                                            " at step ", step, ", and the job's record is of step ",
+                                            record_.committed_step));
   }
   return absl::OkStatus();
 }
@@ -288,8 +302,6 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
                                             ", but it stands at step ", record_.committed_step));
   }
   if (decision.outcome.decision.apply) {
-    const std::vector<uint32_t> attempts(ranks_.size(), decision.attempt);
-    BALLAST_RETURN_IF_ERROR(RestoreContributions(attempts));
     const StepUpdate update = {.step = step,
                                .hyper_parameters = decision.hyper_parameters,
                                .multipliers = decision.outcome.decision.multipliers,
@@ -305,6 +317,9 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
         return NotAsStored(kept_->arenas().WhatIs("redo"));
       }
     }
+    // Behind all that refuses the job without it, because it frees lanes.
+    BALLAST_RETURN_IF_ERROR(
+        RestoreContributions(std::vector<uint32_t>(ranks_.size(), decision.attempt)));
     // The gradients are all there, and the update depends on nothing else, so the bits are those of
     // the process that died.
     environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t chunk) {
@@ -367,10 +382,13 @@ void JobImpl::TakeOverStep(std::string& story) {
   // Seals and votes are not in the log: ranks that come back say them again.
   auto* open = std::get_if<OpenStep>(&step_);
   if (status.ok() && open == nullptr) {
-    if (!kept_->HasContributions(record_.epoch)) return kept_->FreeLeftSumLanes();
+    const absl::StatusOr<bool> has_any = kept_->HasContributions(record_.epoch);
+    if (has_any.ok() && !*has_any) return kept_->FreeLeftSumLanes();
     // Each rank that gave one had begun, and said so first.
-    status = absl::DataLossError(
-        absl::StrCat(kept_->arenas().WhatIs("log"), " is missing, or not as it was stored"));
+    status = has_any.ok()
+                 ? absl::DataLossError(absl::StrCat(kept_->arenas().WhatIs("log"),
+                                                    " is missing, or not as it was stored"))
+                 : has_any.status();
   }
   if (status.ok()) {
     std::vector<uint32_t> attempts;
@@ -401,6 +419,7 @@ void JobImpl::TakeOverStep(std::string& story) {
   if (skip.has_value()) {
     RecordStep(*std::move(skip), /*times=*/{});
     given_up_step_ = step;
+    kept_->ClearLedger();
     return store_->SetStep(step);
   }
   for (int rank = 0; rank < ranks_.size(); ++rank) ForgetFirstWeights(rank);
@@ -409,6 +428,7 @@ void JobImpl::TakeOverStep(std::string& story) {
   record_.generation = record_.generation.Next();
   ++record_.epoch;
   Keep();
+  kept_->ClearLedger();  // Of the epoch before.
 }
 
 absl::Status JobImpl::Replay(const KeptWord& word) {
@@ -443,8 +463,8 @@ absl::Status JobImpl::Replay(const KeptWord& word) {
 absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts) {
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     const int rank = layout_.chunks()[chunk].rank;
-    const KeptJob::Contribution found =
-        kept_->ReadContribution(chunk, record_.epoch, attempts[rank]);
+    BALLAST_ASSIGN_OR_RETURN(const KeptJob::Contribution found,
+                             kept_->ReadContribution(chunk, record_.epoch, attempts[rank]));
     // Nothing of this epoch and attempt: the chunk has no gradient yet, or its rank has discarded
     // it.
     if (found.next_micro_step == 0) continue;
@@ -459,19 +479,22 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
   // First all words are checked, then one is used as an index.
   bool all_fit = true;
   kept_->LookAtSumLanes([&](const SumLane& lane) {
-    all_fit = all_fit && Fits(SumWord::Unpack(lane.word), layout_, kSumTurnElements);
+    all_fit = all_fit && ValueOf(lane.word).has_value() && ValueOf(lane.tag).has_value() &&
+              Fits(SumWord::Unpack(lane.word), layout_, kSumTurnElements);
     return true;
   });
   if (!all_fit) return NotAsStored(kept_->arenas().WhatIs("sums"));
   kept_->LookAtSumLanes([&](const SumLane& lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const int chunk = static_cast<int>(SumWord::Unpack(lane.word).chunk);
     const uint32_t attempt = attempts[layout_.chunks()[chunk].rank];
-    const uint64_t next = KeptJob::TagOf(record_.epoch, attempt, ledger_.next_micro_step(chunk));
+    const uint64_t next =
+        kCheckedValueMask & KeptJob::TagOf(record_.epoch, attempt, ledger_.next_micro_step(chunk));
+    const uint64_t tag = kCheckedValueMask & lane.tag;
     // Of this attempt, and behind what the ledger has: a tag's last bits are its micro-steps.
-    const bool is_current = (lane.tag ^ next) >> KeptJob::kMicroStepBits == 0;
+    const bool is_current = (tag ^ next) >> KeptJob::kMicroStepBits == 0;
     // A tag that is not above is of a contribution that the ledger has: the process died before it
     // gave back the lane. Such a lane is freed.
-    if (!is_current || lane.tag <= next || !gradients_->changes_sum(chunk)) return false;
+    if (!is_current || tag <= next || !gradients_->changes_sum(chunk)) return false;
     gradients_->Resume(lane);
     return true;
   });

@@ -8,6 +8,7 @@
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/host/kept_codec.h"
 
@@ -153,14 +154,13 @@ void Fields(Each&& each, UndoneStep& v) {
 
 namespace {
 
-// The fields of a record, in the order that its formats have.
+// The fields of a record, in the order that its format has.
 template <typename Each, typename Record, typename Complete, typename Ranks>
 void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks& ranks) {
   each(record.generation, record.committed_step, record.hyper_parameters, record.update_counts,
        record.trainer_state, record.history, record.resumed_uid, record.previous, record.epoch,
        record.closed, weights_complete, record.loading, record.torn_by, record.later_changes, ranks,
-       record.decision, record.undid_update);
-  each.Appended(record.undone);
+       record.decision, record.undid_update, record.undone);
 }
 
 constexpr char kRecordLabel[] = "record";
@@ -172,7 +172,7 @@ constexpr int64_t kLogBytes = int64_t{64} << 10;
 // add without a lane, and so do others while lanes are left of a process that died.
 constexpr int kLeastSumLanes = 32;
 
-// A word of the ledger.
+// The value of a word of the ledger, which is a checked one.
 constexpr int kKeptBits = 3;
 constexpr int kClosedBits = 1;
 constexpr int kNextBits = KeptJob::kMicroStepBits;
@@ -180,7 +180,8 @@ constexpr int kAttemptBits = 12;
 static_assert(kMaxAttempts <= uint32_t{1} << kAttemptBits);
 // The lowest bits of the epoch. Each whole step stores all words anew, so none is so old that its
 // epoch could be taken for another one.
-constexpr int kEpochBits = 28;
+constexpr int kEpochBits = 23;
+static_assert(kEpochBits + kAttemptBits + kNextBits + kClosedBits + kKeptBits == kCheckedValueBits);
 
 struct WordPacker {
   uint64_t word = 0;
@@ -205,20 +206,20 @@ auto IsOf(int chunk, uint64_t tag) {
 }
 
 absl::Status OtherFormat(absl::string_view what, uint32_t format) {
-  return absl::FailedPreconditionError(absl::StrCat(
-      what, " was left by a service of another version (format ", format, ", here ",
-      kKeptFormatWithMoments, "); start that version again, save, and load the checkpoint here"));
+  return absl::FailedPreconditionError(
+      absl::StrCat(what, " was left by a service of another version (format ", format, ", here ",
+                   kKeptFormat, "); start that version again, save, and load the checkpoint here"));
 }
 
-// Reads what comes after the format, and returns the format.
-absl::StatusOr<uint32_t> Parse(absl::string_view what, const std::string& bytes,
-                               absl::FunctionRef<void(KeptReader&)> read) {
+// Reads what comes after the format.
+absl::Status Parse(absl::string_view what, const std::string& bytes,
+                   absl::FunctionRef<void(KeptReader&)> read) {
   uint32_t format = 0;
   KeptReader reader(bytes);
   reader(format);
-  if (reader.ok() && !ReadsKeptFormat(format)) return OtherFormat(what, format);
+  if (reader.ok() && format != kKeptFormat) return OtherFormat(what, format);
   read(reader);
-  if (reader.at_end()) return format;
+  if (reader.at_end()) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(what, " cannot be read"));
 }
 
@@ -250,15 +251,14 @@ absl::StatusOr<std::unique_ptr<KeptJob>> KeptJob::TakeOver(NamedMemory& memory,
   const auto read = [&](KeptReader& reader) {
     RecordFields(reader, of_job, weights_complete, ranks);
   };
-  BALLAST_ASSIGN_OR_RETURN(const uint32_t format, Parse(what, *record, read));
+  BALLAST_RETURN_IF_ERROR(Parse(what, *record, read));
   // Asked before the identity, which may be gone by then: a job that was closed loses its memory
   // part by part.
   if (of_job.closed) return absl::NotFoundError(absl::StrCat(what, " was closed"));
   if (absl::IsNotFound(who.status())) return arenas.Missing(kIdentityLabel);
   BALLAST_RETURN_IF_ERROR(who.status());
   JobIdentity identity;
-  BALLAST_RETURN_IF_ERROR(
-      Parse(what, *who, [&](KeptReader& reader) { reader(identity); }).status());
+  BALLAST_RETURN_IF_ERROR(Parse(what, *who, [&](KeptReader& reader) { reader(identity); }));
   auto kept = std::make_unique<KeptJob>(memory, std::move(identity));
   kept->taken_over_ = true;
   kept->record_record_.TakeFrom(std::move(record_record));
@@ -266,12 +266,11 @@ absl::StatusOr<std::unique_ptr<KeptJob>> KeptJob::TakeOver(NamedMemory& memory,
   kept->record_ = std::move(of_job);
   kept->weights_complete_ = weights_complete;
   kept->ranks_ = std::move(ranks);
-  kept->has_moments_ = format == kKeptFormatWithMoments;
-  if (kept->has_moments_) kept->AskFor(format);
   return kept;
 }
 
 absl::Status KeptJob::Allocate(int64_t chunks, int lanes) {
+  chunks_ = chunks;
   // Before all other memory of the job: where a later process finds the identity and not this,
   // somebody has taken it away.
   if (!taken_over_) BALLAST_RETURN_IF_ERROR(record_record_.Make());
@@ -285,6 +284,7 @@ absl::Status KeptJob::Allocate(int64_t chunks, int lanes) {
   BALLAST_ASSIGN_OR_RETURN(
       sums_, arenas_.Create(taken_over_ ? 1 : sum_lanes * static_cast<int64_t>(sizeof(SumLane)),
                             "sums", ArenaFactory::Touch::kNow));
+  if (!taken_over_) ClearLedger();
   auto* const first = reinterpret_cast<RedoLane*>(redo_->data());
   auto* const first_sum = reinterpret_cast<SumLane*>(sums_->data());
   MutexLock lock(lanes_mutex_);
@@ -309,23 +309,10 @@ absl::Status KeptJob::Store(const JobRecord& record, bool weights_complete,
                             const std::vector<Rank>& ranks) {
   // A later process is to find no such job, so nothing is stored, and that is no error.
   if (given_up_) return absl::OkStatus();
-  // Also where other first weights come then, without moments: they may lie there.
-  has_moments_ = !weights_complete && (has_moments_ || record.committed_step > 0);
-  if (has_moments_) AskFor(kKeptFormatWithMoments);
   KeptWriter writer;
-  writer(has_moments_ ? kKeptFormatWithMoments : kKeptFormat);
+  writer(kKeptFormat);
   RecordFields(writer, record, weights_complete, ranks);
-  // The newer format is asked for before the record has it, and no longer only once the record does
-  // not have it: at no instant may a process take over that cannot read the record.
-  BALLAST_RETURN_IF_ERROR(record_record_.Store(writer.bytes()));
-  if (!has_moments_) AskFor(0);
-  return absl::OkStatus();
-}
-
-void KeptJob::AskFor(uint32_t format) {
-  if (format == asked_for_) return;
-  arenas_.memory().KeepIn(identity_.uid, format);
-  asked_for_ = format;
+  return record_record_.Store(writer.bytes());
 }
 
 void KeptJob::GiveUp() {
@@ -333,7 +320,6 @@ void KeptJob::GiveUp() {
   // Without a record there is no job, whatever else still lies there; so it goes first.
   record_record_.Forget();
   identity_record_.Drop();
-  AskFor(0);
 }
 
 absl::Status KeptJob::Say(uint64_t epoch, const KeptWord& word) {
@@ -364,22 +350,42 @@ void KeptJob::StoreContribution(int64_t chunk, const Contribution& contribution)
   packer.Put(static_cast<uint64_t>(contribution.kept), kKeptBits);
   // After the gradient's last byte.
   std::atomic_ref<uint64_t>(reinterpret_cast<uint64_t*>(ledger_->data())[chunk])
-      .store(packer.word, std::memory_order_release);
+      .store(CheckedWord(packer.word, static_cast<uint32_t>(chunk)), std::memory_order_release);
   Stored("a ledger's word");
 }
 
-bool KeptJob::HasContributions(uint64_t epoch) const {
-  const absl::Span<const uint64_t> words(reinterpret_cast<const uint64_t*>(ledger_->data()),
-                                         ledger_->size_bytes() / sizeof(uint64_t));
+void KeptJob::ClearLedger() {
+  for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+    reinterpret_cast<uint64_t*>(ledger_->data())[chunk] =
+        CheckedWord(0, static_cast<uint32_t>(chunk));
+  }
+}
+
+absl::StatusOr<uint64_t> KeptJob::ReadLedger(int64_t chunk) const {
+  const uint64_t word = reinterpret_cast<const uint64_t*>(ledger_->data())[chunk];
+  const std::optional<uint64_t> value = ValueOf(word, static_cast<uint32_t>(chunk));
+  if (value.has_value()) return *value;
+  return absl::DataLossError(absl::StrCat(arenas_.WhatIs("ledger"),
+                                          " is not as it was stored: what it says of chunk ", chunk,
+                                          " has other check bits"));
+}
+
+absl::StatusOr<bool> KeptJob::HasContributions(uint64_t epoch) const {
   WordPacker of_epoch;
   of_epoch.Put(epoch, kEpochBits);
   constexpr int kBelow = kAttemptBits + kNextBits + kClosedBits + kKeptBits;
-  return absl::c_any_of(words, [&](uint64_t word) { return word >> kBelow == of_epoch.word; });
+  bool has_any = false;
+  for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+    BALLAST_ASSIGN_OR_RETURN(const uint64_t value, ReadLedger(chunk));
+    has_any = has_any || value >> kBelow == of_epoch.word;
+  }
+  return has_any;
 }
 
-KeptJob::Contribution KeptJob::ReadContribution(int64_t chunk, uint64_t epoch,
-                                                uint32_t attempt) const {
-  WordUnpacker unpacker = {reinterpret_cast<const uint64_t*>(ledger_->data())[chunk]};
+absl::StatusOr<KeptJob::Contribution> KeptJob::ReadContribution(int64_t chunk, uint64_t epoch,
+                                                                uint32_t attempt) const {
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t value, ReadLedger(chunk));
+  WordUnpacker unpacker = {value};
   Contribution found;
   // In the reverse of the order in which StoreContribution puts them in.
   found.kept = static_cast<GradientStore::Kept>(unpacker.Take(kKeptBits));
@@ -389,7 +395,8 @@ KeptJob::Contribution KeptJob::ReadContribution(int64_t chunk, uint64_t epoch,
   const uint64_t of_epoch = unpacker.Take(kEpochBits);
   const auto low = [](uint64_t value, int bits) { return value & ((uint64_t{1} << bits) - 1); };
   // A word of another epoch or attempt says nothing, which is why none has to be cleared.
-  if (of_epoch != low(epoch, kEpochBits) || of_attempt != low(attempt, kAttemptBits)) return {};
+  if (of_epoch != low(epoch, kEpochBits) || of_attempt != low(attempt, kAttemptBits))
+    return Contribution();
   found.epoch = epoch;
   found.attempt = attempt;
   return found;
@@ -400,7 +407,7 @@ uint64_t KeptJob::TagOf(uint64_t epoch, uint32_t attempt, uint32_t micro_step_en
   packer.Put(epoch, kEpochBits);
   packer.Put(attempt, kAttemptBits);
   packer.Put(micro_step_end, kNextBits);
-  return packer.word;
+  return CheckedWord(packer.word);
 }
 
 bool KeptJob::HasLeft(int chunk, uint64_t tag) const {
@@ -458,7 +465,7 @@ RedoLane* KeptJob::TakeLane(int chunk, uint64_t step) {
     free_lanes_.pop_back();
   }
   // As above, before the word.
-  lane->step = step;
+  lane->step = CheckedWord(step);
   StoreWord(lane->word, RedoWord{.chunk = static_cast<uint32_t>(chunk)}.Pack());
   Stored("a lane is taken");
   return lane;
@@ -480,10 +487,11 @@ absl::StatusOr<std::vector<RedoLane*>> KeptJob::LanesInUse(uint64_t step) {
   // Allocate has put all lanes among the free ones, also those that are not.
   absl::c_copy_if(free_lanes_, std::back_inserter(in_use),
                   [](const RedoLane* lane) { return lane->word != 0; });
-  if (absl::c_any_of(in_use, [step](const RedoLane* lane) { return lane->step != step; })) {
+  for (const RedoLane* lane : in_use) {
+    if (ValueOf(lane->word).has_value() && lane->step == CheckedWord(step)) continue;
     return absl::DataLossError(
-        absl::StrCat(arenas_.WhatIs("redo"), " is not as it was stored: it has an update to a step",
-                     " that is not the one that was decided, which is ", step));
+        absl::StrCat(arenas_.WhatIs("redo"), " is not as it was stored: it has an update that is ",
+                     "none, or not to the step that was decided, which is ", step));
   }
   std::erase_if(free_lanes_, [](const RedoLane* lane) { return lane->word != 0; });
   return in_use;

@@ -15,6 +15,9 @@
 //   sums         one lane for each gradient that is being added to a sum (gradients/sum_lane.h)
 //   rank R N     memory shared with a rank
 //
+// All of it but slots, gradients and the values in lanes is covered: record, identity and each entry
+// of the log by a checksum, every word of the others by its own check bits (checked_word.h).
+//
 // The order of stores, which alone makes an instant safe:
 //
 //   created      memory for the record, everything else, then the record's first flip. Without that
@@ -47,8 +50,10 @@
 // their last turn, all others are updated from their gradients. Of an undecided step it takes the
 // log's entries in their order and the ledger's words of the epoch; ranks that come back send what
 // was not acknowledged, and what had been half added goes on behind its last turn. If a gradient of it
-// lay in memory that is gone, the step goes by on_abort: it is skipped where all ranks had begun it
-// and cannot do it again, and otherwise dropped by a new generation, in which they do.
+// lay in memory that is gone, or what says so is not as it was stored, the step goes by on_abort: it
+// is skipped where all ranks had begun it and cannot do it again, and otherwise dropped by a new
+// generation, in which they do. Whatever else is not as it was stored has the job refused, before
+// anything is changed.
 //
 // Thread-compatible: the job's lock guards it, except lanes, and words of chunks that one
 // thread at a time works on.
@@ -78,15 +83,7 @@
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
-inline constexpr uint32_t kKeptFormat = 3;
-// The same, of a job some of whose first weights may lie there with their moments, while it awaits
-// others: a process that reads format 3 alone knows of no moments, and would leave them there for
-// weights that come without.
-inline constexpr uint32_t kKeptFormatWithMoments = 4;
-// Format 2 does not say which step was undone last.
-inline bool ReadsKeptFormat(uint32_t format) {
-  return format >= 2 && format <= kKeptFormatWithMoments;
-}
+inline constexpr uint32_t kKeptFormat = 1;
 
 // What a rank has said beside gradients.
 struct KeptWord {
@@ -119,7 +116,6 @@ class KeptJob {
 
   // For a new job; nothing is stored before Create.
   KeptJob(NamedMemory& memory, JobIdentity identity);
-  ~KeptJob() { AskFor(0); }
   // What an earlier process left under `uid`. NOT_FOUND: it had not got so far as to create the
   // job, had closed it, or given it up. DATA_LOSS, FAILED_PRECONDITION (of another version): in one
   // line.
@@ -148,12 +144,16 @@ class KeptJob {
   absl::Status ReadLog(uint64_t epoch, const std::function<void(KeptWord)>& visit);
 
   void StoreContribution(int64_t chunk, const Contribution& contribution);
-  // Whether anything was added to any chunk in that epoch.
-  bool HasContributions(uint64_t epoch) const;
+  // What it says of earlier epochs goes, and with it words that are not as they were stored.
+  void ClearLedger();
+  // Whether anything was added to any chunk in that epoch. DATA_LOSS, as of the next: a word is not
+  // as it was stored; the message names the memory.
+  absl::StatusOr<bool> HasContributions(uint64_t epoch) const;
   // What was added in that epoch and attempt; otherwise nothing was.
-  Contribution ReadContribution(int64_t chunk, uint64_t epoch, uint32_t attempt) const;
+  absl::StatusOr<Contribution> ReadContribution(int64_t chunk, uint64_t epoch,
+                                                uint32_t attempt) const;
 
-  // What distinguishes a contribution from all others to its chunk.
+  // What distinguishes a contribution from all others to its chunk: a checked word.
   static constexpr int kMicroStepBits = 17;  // kMaxMicroSteps and one more.
   static uint64_t TagOf(uint64_t epoch, uint32_t attempt, uint32_t micro_step_end);
   // A lane for adding to a chunk's sum: what an earlier process left of the same contribution, or
@@ -172,19 +172,20 @@ class KeptJob {
   // its word in the table has been stored.
   RedoLane* TakeLane(int chunk, uint64_t step);
   void GiveLane(RedoLane* lane);
-  // Those that an earlier process left in use; all others are free. DATA_LOSS: one is of another
-  // step.
+  // Those that an earlier process left in use; all others are free. DATA_LOSS: one is not as it was
+  // stored, or of another step.
   absl::StatusOr<std::vector<RedoLane*>> LanesInUse(uint64_t step);
 
  private:
-  // Asks it of the process that takes over; 0: no more than of all.
-  void AskFor(uint32_t format);
+  // The value of a chunk's word. DATA_LOSS.
+  absl::StatusOr<uint64_t> ReadLedger(int64_t chunk) const;
 
   const JobIdentity identity_;
   NamedArenas arenas_;
   KeptRecord record_record_;  // The first to be made, and the last to go.
   KeptRecord identity_record_;
   KeptLog log_;
+  int64_t chunks_ = 0;
   std::unique_ptr<Arena> ledger_;
   std::unique_ptr<Arena> redo_;
   std::unique_ptr<Arena> sums_;
@@ -193,8 +194,6 @@ class KeptJob {
   std::vector<Rank> ranks_;
   bool taken_over_ = false;
   bool given_up_ = false;
-  bool has_moments_ = false;  // kKeptFormatWithMoments.
-  uint32_t asked_for_ = 0;
 
   mutable Mutex lanes_mutex_;
   CondVar lane_free_;

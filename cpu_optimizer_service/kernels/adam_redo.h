@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/common/system/ordered_stores.h"
 
 namespace ballast {
@@ -30,12 +31,12 @@ struct RedoTurn {
 // In memory that outlives the process; all zeros is a lane that is free. One thread at a time.
 struct RedoLane {
   uint64_t word = 0;  // RedoWord; 0: no update is under way.
-  uint64_t step = 0;  // Of the update.
+  uint64_t step = 0;  // Of the update; a checked word.
   alignas(64) RedoTurn turns[kRedoTurns];
 };
 
-// What a lane's word says: of `chunk` elements [0, done) are new, the last `count` of them in the
-// ring at `turn`.
+// What a lane's word, a checked one, says: of `chunk` elements [0, done) are new, the last `count`
+// of them in the ring at `turn`.
 struct RedoWord {
   uint32_t chunk = 0;
   int64_t done = 0;
@@ -49,12 +50,13 @@ struct RedoWord {
 
   // Never 0.
   uint64_t Pack() const {
-    return (uint64_t{chunk} + 1) << kChunkShift |
-           static_cast<uint64_t>(done) << (kCountBits + kTurnBits) |
-           static_cast<uint64_t>(count) << kTurnBits | static_cast<uint64_t>(turn);
+    return CheckedWord((uint64_t{chunk} + 1) << kChunkShift |
+                       static_cast<uint64_t>(done) << (kCountBits + kTurnBits) |
+                       static_cast<uint64_t>(count) << kTurnBits | static_cast<uint64_t>(turn));
   }
   // `word` is not 0.
   static RedoWord Unpack(uint64_t word) {
+    word &= kCheckedValueMask;
     return {.chunk = static_cast<uint32_t>((word >> kChunkShift) - 1),
             .done = static_cast<int64_t>(word >> (kCountBits + kTurnBits) &
                                          ((uint64_t{1} << kDoneBits) - 1)),
@@ -70,7 +72,7 @@ class AdamRedo {
   // word says so already, or is of an earlier run of the chunk.
   AdamRedo(RedoLane& lane, uint32_t chunk, int64_t begin)
       : lane_(&lane),
-        chunk_bits_((uint64_t{chunk} + 1) << RedoWord::kChunkShift),
+        chunk_bits_(CheckedWord((uint64_t{chunk} + 1) << RedoWord::kChunkShift)),
         done_(begin),
         turn_(lane.word == 0 ? 0 : (RedoWord::Unpack(lane.word).turn + 1) % kRedoTurns) {}
 
@@ -79,17 +81,17 @@ class AdamRedo {
   // They are there. From here on the turn counts as done.
   void Record(int64_t elements) {
     done_ += elements;
-    StoreWord(lane_->word,
-              chunk_bits_ |
-                  static_cast<uint64_t>(done_) << (RedoWord::kCountBits + RedoWord::kTurnBits) |
-                  static_cast<uint64_t>(elements) << RedoWord::kTurnBits |
-                  static_cast<uint64_t>(turn_));
+    const uint64_t of_turn =
+        static_cast<uint64_t>(done_) << (RedoWord::kCountBits + RedoWord::kTurnBits) |
+        static_cast<uint64_t>(elements) << RedoWord::kTurnBits | static_cast<uint64_t>(turn_);
+    // RedoWord::Pack, of which the chunk's part is always the same.
+    StoreWord(lane_->word, chunk_bits_ ^ of_turn ^ checked_word::CheckOf<4>(of_turn));
     turn_ = (turn_ + 1) % kRedoTurns;
   }
 
  private:
   RedoLane* lane_;
-  uint64_t chunk_bits_;
+  uint64_t chunk_bits_;  // With their check bits.
   int64_t done_;
   int turn_;
 };

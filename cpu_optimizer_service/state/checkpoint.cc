@@ -23,8 +23,10 @@ std::string FilePath(const std::string& directory, const CheckpointIndex::File& 
   return absl::StrCat(directory, "/", file.name);
 }
 
+// Whether the checkpoint before may be taken. All but what is no fault of the checkpoint: this
+// program may be too old for it, or have no memory for it.
 bool IsDamage(const absl::Status& status) {
-  return absl::IsDataLoss(status) || absl::IsNotFound(status);
+  return !absl::IsFailedPrecondition(status) && !absl::IsResourceExhausted(status);
 }
 
 // The first error, by number.

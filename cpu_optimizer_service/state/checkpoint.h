@@ -61,9 +61,9 @@ struct OpenedCheckpoint {
   std::vector<std::string> passed_over;  // Newer ones that are damaged, and how: a line each.
 };
 // Opens `path`, or, if it is a folder of checkpoints (checkpoint_folder.h), the newest that is not
-// damaged. Only damage is passed over: one of another format, or one that cannot be read, is an
-// error, because to go on from an older one is then somebody's choice. UNAVAILABLE: saves deleted
-// each while it was read.
+// damaged. What cannot be read, is no regular file, or was renamed counts as damaged. One of a newer
+// format, or without memory to read it, is an error, because to go on from an older one is then
+// somebody's choice. UNAVAILABLE: saves deleted each while it was read.
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
                                             int64_t most_bytes);
 

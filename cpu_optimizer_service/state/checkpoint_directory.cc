@@ -47,9 +47,10 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
   absl::Status status = probe.status();
   if (probe.ok()) {
     status = TryIn(file_system, probe->path);
-    const absl::Status removed = file_system.RemoveAll(probe->path);
-    status.Update(removed);
-    // Of starts and trials that were killed.
+    // No save needs it gone, and another start may be removing it, too. What stays goes with a later
+    // start, as does what starts and trials left that were killed.
+    file_system.RemoveAll(probe->path).IgnoreError();
+    probe->lock = nullptr;
     RemoveLeftovers(file_system, path, kProbe);
   }
   const absl::StatusOr<std::vector<std::string>> names = file_system.List(path);

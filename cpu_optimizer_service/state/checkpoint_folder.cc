@@ -30,20 +30,28 @@ std::string In(const std::string& folder, absl::string_view name) {
 FoundCheckpoint Look(FileSystem& file_system, const std::string& directory) {
   FoundCheckpoint found = {.facts = {.directory = directory}, .problem = {}};
   if (file_system.IsSymbolicLink(directory)) {
-    found.problem = absl::FailedPreconditionError(
+    found.problem = absl::DataLossError(
         absl::StrCat(directory, " is a symbolic link; put the checkpoint itself there"));
     return found;
   }
   absl::StatusOr<CheckpointFacts> facts =
       ReadCheckpointFacts(file_system, directory, kMostForeignIndexBytes);
-  if (facts.ok()) {
-    found.facts = *std::move(facts);
-  } else {
+  if (!facts.ok()) {
     found.problem = facts.status();
     // It has the name of a checkpoint, which comes after the index.
     if (absl::IsNotFound(found.problem)) {
       found.problem = absl::DataLossError(found.problem.message());
     }
+    return found;
+  }
+  found.facts = *std::move(facts);
+  // People go by the name, and so does a load of FOLDER/step-STEP.
+  const std::string name = std::filesystem::path(directory).filename().string();
+  const std::string saved_as = VersionName(found.facts.step, found.facts.generation);
+  if (IsVersionName(name) && name != saved_as && !absl::StartsWith(name, saved_as + ".")) {
+    found.problem =
+        absl::DataLossError(absl::StrCat(directory, " was renamed: its index says that it is ",
+                                         saved_as, "; give it that name again"));
   }
   return found;
 }

@@ -264,19 +264,20 @@ CheckpointIndex IndexFromJson(const json& text) {
 absl::StatusOr<std::string> ReadText(FileSystem& file_system, const std::string& directory,
                                      int64_t most_bytes) {
   const std::string path = IndexPath(directory);
-  if (!file_system.Exists(path)) {
+  const absl::StatusOr<std::unique_ptr<ReadableFile>> file = file_system.Open(path);
+  if (absl::IsNotFound(file.status())) {
     return absl::NotFoundError(
         absl::StrCat("there is no checkpoint in ", directory, ": it has no index.json"));
   }
-  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<ReadableFile> file, file_system.Open(path));
-  if (file->size_bytes() > most_bytes) {
+  BALLAST_RETURN_IF_ERROR(file.status());
+  if ((*file)->size_bytes() > most_bytes) {
     return absl::FailedPreconditionError(
-        absl::StrCat(path, " has ", file->size_bytes(), " bytes, where at most ", most_bytes,
+        absl::StrCat(path, " has ", (*file)->size_bytes(), " bytes, where at most ", most_bytes,
                      " are expected: it is of another job, or no index"));
   }
-  std::string text(file->size_bytes(), '\0');
+  std::string text((*file)->size_bytes(), '\0');
   BALLAST_RETURN_IF_ERROR(
-      file->Read(0, absl::MakeSpan(reinterpret_cast<std::byte*>(text.data()), text.size())));
+      (*file)->Read(0, absl::MakeSpan(reinterpret_cast<std::byte*>(text.data()), text.size())));
   return text;
 }
 

@@ -9,7 +9,9 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/state/slot_pool.h"
 
@@ -17,12 +19,13 @@ namespace ballast {
 
 namespace {
 
-// A word of the table: the slot that a chunk's planes lie in, whether first weights have come, and
-// the step that they are at.
+// The value of a word of the table, which is a checked one: the slot that a chunk's planes lie in,
+// whether first weights have come, and the step that they are at.
 constexpr uint64_t kSlotMask = (uint64_t{1} << SlotPool::kNumberBits) - 1;
 constexpr uint64_t kArrived = uint64_t{1} << SlotPool::kNumberBits;
-// 35 bits are left for the step; a job begins at kMaxFirstStep, 2^34, at most (job_spec.h).
 constexpr int kStepShift = SlotPool::kNumberBits + 1;
+// So half of the steps that there can be are left to a job that begins as late as it may.
+static_assert(2 * kMaxFirstStep == uint64_t{1} << (kCheckedValueBits - kStepShift));
 constexpr char kTableLabel[] = "table";
 
 }  // namespace
@@ -32,6 +35,11 @@ struct ChunkStore::Impl {
 
   // In named memory, from its return on.
   void StoreWord(int chunk, const ChunkVersion& version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Into the place `index` of the table, which is checked with the value.
+  void StoreAt(uint64_t index, uint64_t value) {
+    std::atomic_ref<uint64_t>(words[index])
+        .store(CheckedWord(value, static_cast<uint32_t>(index)), std::memory_order_release);
+  }
   void StorePreviousWord(int chunk, const ChunkVersion& version)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // Where a chunk is written to, of a store that keeps previous versions.
@@ -64,15 +72,13 @@ void ChunkStore::Impl::StoreWord(int chunk, const ChunkVersion& version) {
   Check(version.arena == nullptr, "a version in named memory has a number");
   const uint64_t arrived = words[chunk] & kArrived;
   // After the planes, in this thread's order or through the lock.
-  std::atomic_ref<uint64_t>(words[chunk])
-      .store(version.step << kStepShift | arrived | version.number, std::memory_order_release);
+  StoreAt(chunk, version.step << kStepShift | arrived | version.number);
   Stored("a chunk's word");
 }
 
 void ChunkStore::Impl::StorePreviousWord(int chunk, const ChunkVersion& version) {
   if (previous_words == nullptr) return;
-  std::atomic_ref<uint64_t>(previous_words[chunk])
-      .store(version.step << kStepShift | version.number, std::memory_order_release);
+  StoreAt(table.size() + chunk, version.step << kStepShift | version.number);
   Stored("a previous version's word");
 }
 
@@ -85,6 +91,13 @@ absl::Status ChunkStore::Impl::TakeOver() {
                                             ", which is not there: put back ",
                                             slots->WhatHas(number), ", if it is missing"));
   };
+  const auto chunks = static_cast<uint32_t>(table.size());
+  for (uint32_t index = 0; index < chunks * (options.keep_previous ? 2 : 1); ++index) {
+    if (ValueOf(words[index], index).has_value()) continue;
+    return absl::DataLossError(absl::StrCat(options.named->WhatIs(kTableLabel),
+                                            " is not as it was stored: what it says of chunk ",
+                                            index % chunks, " has other check bits"));
+  }
   BALLAST_ASSIGN_OR_RETURN(const auto versions, slots->TakeOver());
   // The unused one that a word names, of the chunk's size.
   const auto find = [&](int chunk, uint64_t word)
@@ -96,28 +109,27 @@ absl::Status ChunkStore::Impl::TakeOver() {
     return unused && slots->AreOfOneSize(version->home, chunk) ? version : nullptr;
   };
   // Each version is marked as soon as it is found, so that `find` sees a second word that names it.
-  const int chunks = static_cast<int>(table.size());
-  for (int chunk = 0; chunk < chunks; ++chunk) {
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
     ChunkVersion* const version = find(chunk, words[chunk]);
     if (version == nullptr) return not_whole("", chunk, words[chunk]);
     version->published = true;
-    version->step = words[chunk] >> kStepShift;
+    version->step = (words[chunk] & kCheckedValueMask) >> kStepShift;
     table[chunk] = version;
   }
-  for (int chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
+  for (uint32_t chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
     const uint64_t word = previous_words[chunk];
     // In the middle of a switch the word names the published version: there is no other then.
     if ((word & kSlotMask) == table[chunk]->number) continue;
     ChunkVersion* const version = find(chunk, word);
     if (version == nullptr) return not_whole("previous ", chunk, word);
     version->previous = true;
-    version->step = word >> kStepShift;
+    version->step = (word & kCheckedValueMask) >> kStepShift;
     previous[chunk] = version;
   }
   // What no word names is free, and goes.
   SlotPool::Freed freed;
   slots->RetireUnused(freed);
-  for (int chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
+  for (uint32_t chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
     if (previous[chunk] != nullptr) continue;
     previous[chunk] = slots->TakeFree(chunk);
     if (previous[chunk] == nullptr) {
@@ -445,9 +457,8 @@ void ChunkStore::SwitchBack(uint64_t step) {
 void ChunkStore::SetArrived(int chunk, bool arrived) {
   MutexLock lock(impl_->mutex);
   if (impl_->words == nullptr) return;
-  const uint64_t word = impl_->words[chunk];
-  std::atomic_ref<uint64_t>(impl_->words[chunk])
-      .store(arrived ? word | kArrived : word & ~kArrived, std::memory_order_release);
+  const uint64_t value = impl_->words[chunk] & kCheckedValueMask;
+  impl_->StoreAt(chunk, arrived ? value | kArrived : value & ~kArrived);
   Stored("a chunk's first weights");
 }
 

@@ -35,7 +35,7 @@ constexpr const char* kPlaceLabels[] = {"state", "second versions", "previous ve
 struct BatchHeader {
   uint64_t first_slot = 0;
   uint32_t slots = 0;  // Stored last; 0: the rest is not there yet.
-  uint32_t check = 0;  // Of all that is here; 0: the version before this one has stored none.
+  uint32_t check = 0;  // Of all that is here.
   // Then `slots` chunk numbers of 32 bits.
 };
 
@@ -55,8 +55,7 @@ uint32_t CheckOf(uint64_t first_slot, absl::Span<const uint32_t> numbers) {
                              values.size() * sizeof(values[0]));
   };
   const std::array<uint64_t, 2> of = {first_slot, ChecksumOf(bytes(numbers))};
-  // Never 0, which says that there is none.
-  return static_cast<uint32_t>(ChecksumOf(bytes(of)) >> 32) | 1;
+  return static_cast<uint32_t>(ChecksumOf(bytes(of)) >> 32);
 }
 
 Slot MakeSlot(std::byte* memory, int64_t elements, int planes) {
@@ -318,7 +317,7 @@ absl::Status SlotPool::TakeOverBatch(const std::string& label, Numbered& all) {
     }
     const absl::Span<const uint32_t> chunks(reinterpret_cast<const uint32_t*>(&header + 1),
                                             header.slots);
-    if (header.check != 0 && header.check != CheckOf(header.first_slot, chunks)) return false;
+    if (header.check != CheckOf(header.first_slot, chunks)) return false;
     for (const uint32_t chunk : chunks) {
       if (chunk >= layout_.chunks().size()) return false;
       bytes += SlotBytesOf(layout_, options_, static_cast<int>(chunk));

@@ -50,7 +50,9 @@ struct ChunkVersion {
 // Thread-compatible: the store's lock guards it.
 class SlotPool {
  public:
-  static constexpr int kNumberBits = 28;
+  // For a few versions of each of kMaxChunks chunks.
+  static constexpr int kNumberBits = 23;
+  static_assert(7 * kMaxChunks < int64_t{1} << kNumberBits);
 
   // Allocates and zeroes the store's arenas. `layout`, `options` and `arenas` outlive the pool. None
   // is free yet.

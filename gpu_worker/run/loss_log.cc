@@ -11,6 +11,8 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -24,7 +26,6 @@ namespace ballast::worker {
 namespace {
 
 constexpr char kFile[] = "losses.csv";
-constexpr char kNote[] = "losses.csv.next";
 constexpr char kJob[] = ".losses.csv.job";
 constexpr absl::string_view kHeader =
     "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n";
@@ -71,14 +72,20 @@ std::optional<StepReport> ParseLine(absl::string_view line) {
   return report;
 }
 
-// "12 3.25\n"
+// What the other file has: the job, and the step that was noted last with its loss. Blanks make each
+// note as long as every other, so that one is written over another whole.
+std::string NoteOf(absl::string_view job_uid, uint64_t step, double loss) {
+  // As many digits as a line has, so that a line made of it has the same loss.
+  return absl::StrFormat("%s %20d %20.9g\n", job_uid, step, Plain(loss));
+}
+
 std::optional<StepReport> ParseNote(absl::string_view note) {
-  // Without its end the number may be cut off, and a number that is cut off is another number.
-  if (!absl::ConsumeSuffix(&note, "\n")) return std::nullopt;
-  const std::vector<absl::string_view> words = absl::StrSplit(note, ' ');
+  const std::vector<absl::string_view> words =
+      absl::StrSplit(absl::StripAsciiWhitespace(note), ' ', absl::SkipEmpty());
+  const size_t count = words.size();
   StepReport report;
-  if (words.size() != 2 || !absl::SimpleAtoi(words[0], &report.step) ||
-      !absl::SimpleAtod(words[1], &report.loss)) {
+  if (count < 3 || !absl::SimpleAtoi(words[count - 2], &report.step) || report.step == 0 ||
+      !absl::SimpleAtod(words[count - 1], &report.loss)) {
     return std::nullopt;
   }
   report.norm = report.clip_coefficient = kUnknown;
@@ -109,56 +116,51 @@ std::vector<StepReport> ParseLossesCsv(absl::string_view csv) {
   return reports;
 }
 
-LossLog::LossLog(const std::string& directory)
-    : path_(absl::StrCat(directory, "/", kFile)), note_path_(absl::StrCat(directory, "/", kNote)) {}
+LossLog::LossLog(const std::string& directory, const std::string& job_uid)
+    : path_(absl::StrCat(directory, "/", kFile)),
+      job_path_(absl::StrCat(directory, "/", kJob)),
+      job_uid_(job_uid) {}
 
 LossLog::~LossLog() {
   if (descriptor_ >= 0) close(descriptor_);
+  if (job_descriptor_ >= 0) close(job_descriptor_);
 }
 
 absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& directory,
                                                        const std::string& job_uid,
                                                        uint64_t committed_step, bool resumes) {
-  std::unique_ptr<LossLog> log(new LossLog(directory));
-  const std::string job_path = absl::StrCat(directory, "/", kJob);
-  if (!job_uid.empty() && ReadAll(job_path) == job_uid) {
-    // The note is left: if this start dies before Rewrite is done, the next one needs it again.
-    log->TakeOver(committed_step);
-    BALLAST_RETURN_IF_ERROR(log->Rewrite());
-    return log;
-  }
-  if (resumes && committed_step > 0) {
-    // Without the note, which may be of a step that was done again.
-    unlink(log->note_path_.c_str());
-    log->TakeOver(committed_step);
-  }
-  if (log->reports_.empty() && !ParseLossesCsv(ReadAll(log->path_)).empty()) {
+  std::unique_ptr<LossLog> log(new LossLog(directory, job_uid));
+  std::vector<StepReport>& reports = log->reports_;
+  reports = ParseLossesCsv(ReadAll(log->path_));
+  const std::string note = ReadAll(log->job_path_);
+  const bool same_job = !job_uid.empty() && absl::StartsWith(note, absl::StrCat(job_uid, " "));
+  if (same_job || (resumes && committed_step > 0)) {
+    // A line may be of a step that is not committed any more: an older checkpoint was loaded, or the
+    // step was undone.
+    while (!reports.empty() && reports.back().step > committed_step) reports.pop_back();
+    const std::optional<StepReport> noted = ParseNote(note);
+    // Only the step after the last line can be without one.
+    // A worker that dies is one step behind at most, since it appends a step's line before it seals
+    // the next one.
+    const uint64_t missing = reports.empty() ? committed_step : reports.back().step + 1;
+    if (noted.has_value() && noted->step == missing && missing <= committed_step) {
+      reports.push_back(*noted);
+    }
+  } else if (!reports.empty()) {
     Log().info("{} is of another job; it is begun again", log->path_);
+    reports.clear();
   }
-  // In this order: lines and a note of another job are never next to this one's name.
-  // A start that dies between these calls leaves no name, and the next one comes here again.
-  unlink(job_path.c_str());
-  unlink(log->note_path_.c_str());
   BALLAST_RETURN_IF_ERROR(log->Rewrite());
-  if (!job_uid.empty()) {
-    BALLAST_RETURN_IF_ERROR(OutputError(WriteAtomically({{job_path, job_uid}})));
+  if (job_uid.empty()) return log;
+  // Behind the lines: a start that dies before this one leaves another job's name, or the same
+  // job's, and the next start comes here again.
+  if (!same_job) {
+    BALLAST_RETURN_IF_ERROR(
+        OutputError(WriteAtomically({{log->job_path_, NoteOf(job_uid, 0, kUnknown)}})));
   }
-  return log;
-}
-
-void LossLog::TakeOver(uint64_t committed_step) {
-  reports_ = ParseLossesCsv(ReadAll(path_));
-  // A line may be of a step that is not committed any more: an older checkpoint was loaded, or the
-  // step was undone.
-  while (!reports_.empty() && reports_.back().step > committed_step) reports_.pop_back();
-  const std::optional<StepReport> noted = ParseNote(ReadAll(note_path_));
-  // Only the step after the last line can be without one.
-  // A worker that dies is one step behind at most, since it appends a step's line before it seals
-  // the next one.
-  const uint64_t missing = reports_.empty() ? committed_step : reports_.back().step + 1;
-  if (noted.has_value() && noted->step == missing && missing <= committed_step) {
-    reports_.push_back(*noted);
-  }
+  log->job_descriptor_ = open(log->job_path_.c_str(), O_WRONLY | O_CLOEXEC);
+  if (log->job_descriptor_ >= 0) return log;
+  return OutputError(FileError(errno, "write", log->job_path_));
 }
 
 absl::Status LossLog::Rewrite() {
@@ -172,16 +174,14 @@ absl::Status LossLog::Rewrite() {
 }
 
 absl::Status LossLog::Note(uint64_t step, double loss) {
-  // A torn note belongs to a step that is not sealed, so it is not needed.
+  if (job_descriptor_ < 0) return absl::OkStatus();
   // There is no fsync, here and in Append: what was written survives the death of this process,
   // against which it is kept.
-  const int note = open(note_path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (note < 0) return OutputError(FileError(errno, "write", note_path_));
-  // The note has as many digits as a line, so that a line made of it has the same loss.
-  const absl::Status status =
-      WriteAll(note, note_path_, absl::StrFormat("%d %.9g\n", step, Plain(loss)));
-  close(note);
-  return OutputError(status);
+  const std::string note = NoteOf(job_uid_, step, loss);
+  if (pwrite(job_descriptor_, note.data(), note.size(), 0) == static_cast<ssize_t>(note.size())) {
+    return absl::OkStatus();
+  }
+  return OutputError(FileError(errno, "write", job_path_));
 }
 
 absl::Status LossLog::Append(const StepReport& report) {
@@ -194,7 +194,5 @@ absl::Status LossLog::Append(const StepReport& report) {
   reports_.push_back(report);
   return Rewrite();
 }
-
-void LossLog::Finish() { unlink(note_path_.c_str()); }
 
 }  // namespace ballast::worker

@@ -2,8 +2,7 @@
 //
 // Lines are appended as steps are committed. A worker may die between a step's commit and its line:
 // the step's loss is noted in another file before the seal, and the next start appends the line
-// with it, with nan for what is not known any more. A third file, .losses.csv.job, names the job of
-// the lines.
+// with it, with nan for what is not known any more. That file, .losses.csv.job, names the job, too.
 #ifndef BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_
 #define BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_
 
@@ -24,9 +23,9 @@ namespace ballast::worker {
 class LossLog {
  public:
   // `job_uid`: empty if no other start can have the same job. Takes over what an earlier start of
-  // the same job left in the directory: whole lines of steps up to the committed one. Removes
-  // everything else. `resumes`: the job may go on from a checkpoint, so also another job's lines
-  // are of the same run.
+  // the same job left in the directory: whole lines of steps up to the committed one, and its note.
+  // Removes everything else. `resumes`: the job may go on from a checkpoint, so also another job's
+  // lines are of the same run.
   static absl::StatusOr<std::unique_ptr<LossLog>> Open(const std::string& directory,
                                                        const std::string& job_uid,
                                                        uint64_t committed_step,
@@ -39,22 +38,19 @@ class LossLog {
   absl::Status Note(uint64_t step, double loss);
   // Replaces the lines of this step and later ones, if there are any: a checkpoint was loaded.
   absl::Status Append(const StepReport& report);
-  // The run is over: nothing will have to be recovered.
-  void Finish();
-
   // All lines, in order of step. Those of an earlier start have only the fields of a line.
   const std::vector<StepReport>& reports() const { return reports_; }
 
  private:
-  explicit LossLog(const std::string& directory);
+  LossLog(const std::string& directory, const std::string& job_uid);
 
-  // Takes the lines and the note from the directory.
-  void TakeOver(uint64_t committed_step);
   absl::Status Rewrite();
 
   const std::string path_;
-  const std::string note_path_;
-  int descriptor_ = -1;  // The file's, for appending.
+  const std::string job_path_;
+  const std::string job_uid_;
+  int descriptor_ = -1;      // The file's, for appending.
+  int job_descriptor_ = -1;  // -1: no other start can have the same job.
   std::vector<StepReport> reports_;
 };
 

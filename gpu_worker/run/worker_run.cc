@@ -145,8 +145,6 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
                          LossLog& losses, const TrainingJob& job, TrainingBackend& backend,
                          StepOptimizer& optimizer) {
   BALLAST_ASSIGN_OR_RETURN(const RunFacts facts, FactsOf(options, collective, losses, optimizer));
-  // All lines are there, so the note is not needed, whatever becomes of the other files.
-  losses.Finish();
   return WriteOutput(options.out, facts, job, backend, options.weights_file);
 }
 

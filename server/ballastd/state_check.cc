@@ -39,11 +39,10 @@ absl::StatusOr<pid_t> ParseProcess(const char* flag, const std::string& text) {
 }
 
 absl::Status CheckFormat(const std::string& whose, uint32_t format) {
-  if (ReadsKeptFormat(format)) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat(whose, " keeps its jobs in format ", format, ", and this ballastd reads format ",
-                   kKeptFormatWithMoments,
-                   ": stop the service, which saves its jobs, start this one, and load them"));
+  if (format == kKeptFormat) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      whose, " keeps its jobs in format ", format, ", and this ballastd reads format ", kKeptFormat,
+      ": stop the service, which saves its jobs, start this one, and load them"));
 }
 
 }  // namespace

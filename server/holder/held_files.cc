@@ -146,23 +146,9 @@ std::map<std::string, FileDescriptor> HeldFiles::TakeKept() {
   return std::exchange(kept_, {});
 }
 
-void HeldFiles::KeptIn(uint32_t format) {
-  MutexLock lock(mutex_);
-  kept_format_ = format;
-  // The message means that this process is ready. If it is not yet, Ready will say this format.
-  if (ready_format_ != 0) SayFormat();
-}
-
 void HeldFiles::Ready(uint32_t state_format) {
   MutexLock lock(mutex_);
-  ready_format_ = state_format;
-  SayFormat();
-}
-
-void HeldFiles::SayFormat() {
-  // The later of the two formats: whoever takes over must read both.
-  Send(socket_.number(), {.kind = HolderMessage::Kind::kReady,
-                          .state_format = std::max(ready_format_, kept_format_)});
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kReady, .state_format = state_format});
 }
 
 bool HeldFiles::TakeStop() {

@@ -27,15 +27,14 @@ class HeldFiles final : public FileKeeper {
   absl::Status Keep(const std::string& name, int descriptor) override;
   void Drop(const std::string& name) override;
   std::map<std::string, FileDescriptor> TakeKept() override;
-  void KeptIn(uint32_t format) override;
   // What jobs are kept in, as the process said that served last; 0: there was none.
   uint32_t state_format() const { return state_format_; }
   // This process takes the place of one that had not died.
   bool is_upgrade() const { return is_upgrade_; }
   // Of this process's predecessors, since the holder started.
   uint64_t deaths() const { return deaths_; }
-  // The jobs that were left are served again, and kept in `state_format`, or in what KeptIn says. An
-  // end before that counts as another one of a row.
+  // The jobs that were left are served again, and kept in `state_format`. An end before that counts
+  // as another one of a row.
   void Ready(uint32_t state_format);
   // Whether the holder has passed on signals since the last call, however many. The signal does not
   // show that: while one of its number is pending, the kernel drops it with its sender.
@@ -51,7 +50,6 @@ class HeldFiles final : public FileKeeper {
   };
   using Table = std::unique_ptr<const HolderTable, Unmap>;
   HeldFiles(FileDescriptor socket, Table table, std::map<std::string, FileDescriptor> kept);
-  void SayFormat() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const FileDescriptor socket_;
   const Table table_;
@@ -60,8 +58,6 @@ class HeldFiles final : public FileKeeper {
   const uint64_t deaths_;
   uint32_t stops_ = 0;  // Of TakeStop's last call.
   Mutex mutex_;
-  uint32_t ready_format_ ABSL_GUARDED_BY(mutex_) = 0;   // 0: it is not ready.
-  uint32_t kept_format_ ABSL_GUARDED_BY(mutex_) = 0;    // Of KeptIn.
   std::set<std::string> held_ ABSL_GUARDED_BY(mutex_);  // Names.
   std::map<std::string, FileDescriptor> kept_ ABSL_GUARDED_BY(mutex_);
 };

@@ -263,7 +263,7 @@ void Holder::ReadMessages() {
 }
 
 void Holder::Ready(const HolderMessage& message) {
-  if (ready_at_ == 0) ready_at_ = SteadySeconds();  // It says it again when the format changes.
+  ready_at_ = SteadySeconds();
   table_->state_format = message.state_format;
   if (upgrade_ == Upgrade::kStarting) EndUpgrade(nullptr);
 }

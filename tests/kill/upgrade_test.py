@@ -2,7 +2,6 @@
 """A service whose program and configuration are replaced while it trains: nothing is lost, no worker
 notices more than a warning line, and what would not do changes nothing."""
 
-import ctypes
 import os
 import pathlib
 import pty
@@ -20,14 +19,13 @@ from runs import (BIN, PATIENCE, Run, Service, Training, await_, child_of, diffe
                   undisturbed_result)
 from save_test import Trainer
 
-import ballast
 import processes
 from processes import end_group, start
 
 UPGRADES = 5
 TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
 # Of this version (server/holder/holder_table.h, kept_job.h).
-PROTOCOL, FORMAT, FORMAT_WITH_MOMENTS = 2, 3, 4
+PROTOCOL, FORMAT = 2, 1
 
 
 def upgrade(process, program=BIN / "ballastd"):
@@ -385,9 +383,9 @@ class Upgrades(unittest.TestCase):
         self.addCleanup(os.close, table)
         os.ftruncate(table, 4 << 20)
         for protocol, format_, words in (
-                (PROTOCOL, FORMAT_WITH_MOMENTS + 1,
-                 f"process {os.getpid()} keeps its jobs in format {FORMAT_WITH_MOMENTS + 1}, and this ballastd reads "
-                 f"format {FORMAT_WITH_MOMENTS}: stop the service, which saves its jobs, .*"),
+                (PROTOCOL, FORMAT + 1,
+                 f"process {os.getpid()} keeps its jobs in format {FORMAT + 1}, and this ballastd reads "
+                 f"format {FORMAT}: stop the service, which saves its jobs, .*"),
                 (PROTOCOL + 1, FORMAT, rf"process {os.getpid()} is a ballastd of another version \(it speaks "
                                        rf"{PROTOCOL + 1}, here {PROTOCOL}\) .*"),
                 (PROTOCOL, 0, f"the service of process {os.getpid()} has not served yet; try again"),
@@ -396,38 +394,6 @@ class Upgrades(unittest.TestCase):
             code, said = self.check_state(os.getpid())
             self.assertEqual(code, 2, said)
             self.assertRegex(said, f"^ballastd: {words}\n$")
-
-    def test_a_job_that_awaits_moments_is_left_to_who_reads_them(self):
-        """One that reads format 3 alone would go on without them."""
-        service = self.serve()
-
-        def await_format(number):
-            words = f"keeps its jobs in format {number}, which this ballastd reads"
-            await_(f"format {number}", lambda: words in self.check_state(service.process.pid)[1], service.process)
-
-        weights = (ctypes.c_float * 512)()  # A block for each rank.
-        job = ballast.Job("moments", [ballast.Group("all", ballast.HyperParameters())],
-                          [ballast.Parameter("w", (512,))], world_size=2)
-        ranks = []
-        for rank in (0, 1):
-            ranks.append(ballast.Session(service.address, job, [ctypes.addressof(weights)], rank=rank,
-                                         share_memory=False, reconnect_timeout=PATIENCE, join_timeout=PATIENCE))
-            self.addCleanup(ranks[-1].close)
-
-        def upload(session):
-            session.upload_state(3, [3], {plane: [ctypes.addressof(weights)]
-                                          for plane in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")})
-
-        await_format(FORMAT)
-        upload(ranks[0])
-        await_format(FORMAT_WITH_MOMENTS)
-        self.assertEqual(upgrade(service.process.pid)[0], 0)
-        await_format(FORMAT_WITH_MOMENTS)
-        upload(ranks[1])
-        await_format(FORMAT)
-        for session in ranks:
-            session.read_weights()
-            self.assertEqual(session.committed_step, 3)
 
 
 if __name__ == "__main__":

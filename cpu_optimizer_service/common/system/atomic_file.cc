@@ -45,6 +45,10 @@ absl::Status FileError(int error, absl::string_view doing, const std::string& pa
     case ENOSPC:
     case EDQUOT:
       return absl::ResourceExhaustedError(absl::StrCat(message, "; make room and try again"));
+    case EMFILE:
+    case ENFILE:
+    case ENOMEM:
+      return absl::ResourceExhaustedError(message);
     case ENOENT:
       return absl::NotFoundError(message);
     case EACCES:

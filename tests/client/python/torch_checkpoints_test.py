@@ -256,6 +256,13 @@ class CheckpointsTest(unittest.TestCase):
         older, _ = ballast.torch.from_checkpoint(made)
         weights, state = ballast.torch.from_checkpoint(self.saved / "gpt", adam)  # The newest.
         self.assertFalse(torch.equal(older["2.weight"], weights["2.weight"]))
+        renamed = made.rename(made.with_name("step-99.0"))  # Which makes it no newer.
+        os.mkfifo(made.with_name("step-100.0"))
+        with self.assertWarnsRegex(UserWarning, "step-99.0 was renamed: its index says that it is step-"):
+            newest, _ = ballast.torch.from_checkpoint(self.saved / "gpt")
+        self.assertTrue(torch.equal(newest["2.weight"], weights["2.weight"]))
+        renamed.rename(made)
+        made.with_name("step-100.0").unlink()
         again.load_state_dict(weights)
         adam.load_state_dict(state)
         self.assertEqual([group["weight_decay"] for group in adam.param_groups], [0.3, 0.01])

@@ -4,8 +4,6 @@
 
 #include <unistd.h>
 
-#include <atomic>
-#include <cstdint>
 #include <map>
 #include <string>
 
@@ -28,13 +26,10 @@ class KeeperForTwo : public FileKeeper {
     for (const auto& [name, file] : kept_) taken.emplace(name, FileDescriptor(dup(file.number())));
     return taken;
   }
-  void KeptIn(uint32_t format) override { format_ = format; }
   const std::map<std::string, FileDescriptor>& kept() const { return kept_; }
-  uint32_t format() const { return format_; }
 
  private:
   std::map<std::string, FileDescriptor> kept_;
-  std::atomic<uint32_t> format_ = 0;
 };
 
 }  // namespace ballast

@@ -3,18 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <numeric>
 #include <string>
 #include <vector>
 
-#include "cpu_optimizer_service/host/kept_record.h"
-#include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/job/job.h"
-#include "cpu_optimizer_service/job/kept_job.h"
-#include "tests/cpu_optimizer_service/host/keeper_for_two.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -142,7 +137,7 @@ TEST_F(JobFirstStateTest, CountsThatNoRunHasAreRefused) {
       {{.step = 3, .update_counts = {3, 3, 4, 0}}, "4 updates of p2; it may have 0 to 3"},
       {{.step = 3, .update_counts = {3, -1, 3, 0}}, "-1 updates of p1"},
       {{.step = 3, .update_counts = {3, 3, 3, 1}}, "frozen, which is frozen; it may have 0 to 0"},
-      {{.step = kMaxFirstStep + 1, .update_counts = {3, 3, 3, 0}}, "is of step 17179869185"},
+      {{.step = kMaxFirstStep + 1, .update_counts = {3, 3, 3, 0}}, "is of step 2147483649"},
       {{.step = 0, .update_counts = {0, 0, 0, 0}}, "with 4 update counts, expected 0"},
   };
   for (const auto& test : kCases) {
@@ -240,48 +235,6 @@ TEST_F(JobFirstStateTest, FromAnEarlierSessionOfTheSameProcessIsRefused) {
   EXPECT_EQ(driver.Write(chunks[0], other, earlier).code(), absl::StatusCode::kAborted);
   EXPECT_EQ(driver.job().StateHash(), hash);
   EXPECT_TRUE(driver.Write(chunks[1], driver.StateOf(chunks[1], false), current).ok());
-}
-
-TEST_F(JobFirstStateTest, IsKeptInAFormatOfItsOwnUntilNoMomentsMayLieThereUnseen) {
-  KeeperForTwo keeper;
-  std::string uid;
-  const auto format_of_record = [&] {
-    NamedMemory left(keeper);
-    const NamedMemory::PutsBack puts_back(left, uid);
-    NamedArenas arenas(left, uid, "");
-    const std::string bytes = KeptRecord(arenas, "record", 1).TakeOver().value();
-    uint32_t format = 0;
-    std::memcpy(&format, bytes.data(), sizeof(format));
-    return format;
-  };
-  NamedMemory memory(keeper);
-  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &memory});
-  JobDriver driver(engine, Spec(2));
-  uid = driver.job().uid();
-  driver.AttachAll();
-  EXPECT_EQ(format_of_record(), kKeptFormat);
-  EXPECT_EQ(keeper.format(), 0u);
-  ASSERT_TRUE(driver.UploadState(At(5), 0).ok());
-  EXPECT_EQ(format_of_record(), kKeptFormatWithMoments);
-  EXPECT_EQ(keeper.format(), kKeptFormatWithMoments);
-  // Given up, for weights alone.
-  driver.DetachAll();
-  for (const int rank : {0, 1}) driver.Attach(rank, "new" + std::to_string(rank));
-  ASSERT_TRUE(driver.UploadState({}, 1, "new1").ok());
-  EXPECT_EQ(format_of_record(), kKeptFormatWithMoments);
-
-  NamedMemory left(keeper);
-  Engine next({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &left});
-  ASSERT_EQ(next.TakeOverJobs().back.size(), 1u);
-  EXPECT_EQ(keeper.format(), kKeptFormatWithMoments);
-  JobDriver again(next.FindJob("job").value());
-  for (const int rank : {0, 1}) again.Attach(rank, "third" + std::to_string(rank));
-  ASSERT_TRUE(again.UploadState({}, 0, "third0").ok());
-  EXPECT_EQ(format_of_record(), kKeptFormatWithMoments);
-  ASSERT_TRUE(again.UploadState({}, 1, "third1").ok());
-  EXPECT_EQ(PhaseOf(again), JobPhase::kReady);
-  EXPECT_EQ(format_of_record(), kKeptFormat);
-  EXPECT_EQ(keeper.format(), 0u);
 }
 
 }  // namespace

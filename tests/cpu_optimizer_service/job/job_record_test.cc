@@ -4,9 +4,7 @@
 
 #include <array>
 #include <string>
-#include <tuple>
 
-#include "cpu_optimizer_service/host/kept_codec.h"
 #include "cpu_optimizer_service/job/kept_job.h"
 
 namespace ballast {
@@ -119,46 +117,6 @@ TEST(StepHistory, OfLoadedStateKnowsItsLastStepOnly) {
   EXPECT_EQ(history.applied_steps, 4u) << "counts since creation stay";
   history.Replace(nullptr);
   EXPECT_TRUE(history.recent_steps.empty());
-}
-
-struct Before {
-  uint32_t number = 0;
-  std::string text;
-};
-template <typename Each>
-void Fields(Each&& each, Before& v) {
-  each(v.number, v.text);
-}
-struct Now : Before {
-  uint64_t appended = 0;
-};
-template <typename Each>
-void Fields(Each&& each, Now& v) {
-  each(v.number, v.text);
-  each.Appended(v.appended);
-}
-
-TEST(KeptFormat, WhatTheOneBeforeDoesNotHaveStaysAsItIsByItself) {
-  KeptWriter before;
-  before(Before{.number = 7, .text = "seven"});
-  Now now;
-  now.appended = 1;
-  KeptReader of_before(before.bytes());
-  of_before(now);
-  EXPECT_TRUE(of_before.at_end());
-  EXPECT_EQ(std::tuple(now.number, now.text, now.appended), std::tuple(7u, "seven", 1u));
-
-  now.appended = 5;
-  KeptWriter writer;
-  writer(now);
-  Now again;
-  KeptReader reader(writer.bytes());
-  reader(again);
-  EXPECT_TRUE(reader.at_end());
-  EXPECT_EQ(std::tuple(again.number, again.text, again.appended), std::tuple(7u, "seven", 5u));
-  EXPECT_TRUE(ReadsKeptFormat(kKeptFormat - 1));
-  EXPECT_TRUE(ReadsKeptFormat(kKeptFormatWithMoments));
-  EXPECT_FALSE(ReadsKeptFormat(kKeptFormatWithMoments + 1));
 }
 
 }  // namespace

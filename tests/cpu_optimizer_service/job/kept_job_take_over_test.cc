@@ -63,36 +63,10 @@ class KeptJobTakeOverTest : public testing::Test {
   JobRecord record_;
 };
 
-TEST_F(KeptJobTakeOverTest, OfThePredecessorsFormatIsTakenOverAndKeptInThisOne) {
-  Change("record", [](std::string& contents) {
-    SetFormat(contents, 2);
-    // Which it had not: the step that was undone last, with its generation.
-    contents.resize(contents.size() - 3 * sizeof(uint64_t));
-  });
-  for (const bool by_this : {false, true}) {
-    NamedMemory memory(keeper_);
-    const auto kept = TakeOver(memory);
-    ASSERT_TRUE(kept.ok()) << kept.status();
-    JobRecord record = (*kept)->TakeRecord();
-    EXPECT_EQ((*kept)->identity().spec, MakeJobSpec({}));
-    EXPECT_EQ(record.committed_step, 7u);
-    EXPECT_EQ(record.trainer_state, "after 7");
-    EXPECT_TRUE((*kept)->weights_complete());
-    EXPECT_EQ(record.undone.step, by_this ? 8u : 0u);
-    record.undone = record_.undone;
-    EXPECT_TRUE((*kept)->Store(record, /*weights_complete=*/true, /*ranks=*/{}).ok());
-  }
-  Change("record", [](std::string& contents) {
-    uint32_t format = 0;
-    std::memcpy(&format, contents.data(), sizeof(format));
-    EXPECT_EQ(format, kKeptFormat);
-  });
-}
-
 TEST_F(KeptJobTakeOverTest, OfAnotherFormatOrOfNoneIsRefused) {
   for (const std::string label : {"record", "identity"}) {
     std::string before;
-    for (const uint32_t format : {uint32_t{0}, uint32_t{1}, kKeptFormatWithMoments + 1}) {
+    for (const uint32_t format : {uint32_t{0}, kKeptFormat + 1}) {
       Change(label, [&](std::string& contents) {
         before = contents;
         SetFormat(contents, format);
@@ -101,8 +75,8 @@ TEST_F(KeptJobTakeOverTest, OfAnotherFormatOrOfNoneIsRefused) {
       EXPECT_EQ(refusal.code(), absl::StatusCode::kFailedPrecondition);
       EXPECT_THAT(std::string(refusal.message()),
                   HasSubstr(absl::StrCat("of the job with uid ", uid_, " was left by a service of ",
-                                         "another version (format ", format, ", here ",
-                                         kKeptFormatWithMoments, "); start that version again")));
+                                         "another version (format ", format, ", here ", kKeptFormat,
+                                         "); start that version again")));
       Change(label, [&](std::string& contents) {
         contents = before;
         contents.pop_back();

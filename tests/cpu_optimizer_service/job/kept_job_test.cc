@@ -100,7 +100,7 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
   EXPECT_EQ(bytes.size(), 1937u);
-  EXPECT_EQ(HashOf(bytes), "6d8ab2cc5888b4d3119462fe394055fe0d2e08c6f092e8002c0c443889ba80b0");
+  EXPECT_EQ(HashOf(bytes), "33b1890cfc384ae7b9a15a5db9a610a142841aab02105a0058cd0e8e4b491dff");
 }
 
 }  // namespace

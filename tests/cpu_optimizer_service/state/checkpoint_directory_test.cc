@@ -2,6 +2,7 @@
 // are killed.
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -9,6 +10,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/state/checkpoint_for_tests.h"
@@ -82,6 +84,24 @@ TEST_F(CheckpointDirectoryTest, KnowsOfEachJobItsNewestThoughAnotherOneSavedLate
     EXPECT_THAT(directory->LastOf(other_uid), HasSubstr("job job at step 2 in "));
     EXPECT_THAT(directory->LastOf("none"), HasSubstr("has no checkpoint of it"));
   }
+}
+
+// As where two services begin at once, and each takes what the other tries for leftovers.
+TEST_F(CheckpointDirectoryTest, IsGoodWhereAnotherProcessIsAboutToRemoveWhatItTried) {
+  class Contended : public FillingFileSystem {
+   public:
+    absl::Status RemoveAll(const std::string& path) override {
+      ++removals;
+      // Which the other process has made in there to lock it.
+      return FileError(ENOTEMPTY, "remove", path);
+    }
+    int removals = 0;
+  };
+  Contended files;
+  files.bytes_left = int64_t{1} << 20;
+  const auto opened = CheckpointDirectory::Open(files, root_.string());
+  EXPECT_TRUE(opened.ok()) << opened.status();
+  EXPECT_GT(files.removals, 0);
 }
 
 TEST_F(CheckpointDirectoryTest, RemovesWhatKilledStartsLeftAndNothingThatIsInUse) {

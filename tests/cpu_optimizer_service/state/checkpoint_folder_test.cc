@@ -3,8 +3,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -14,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
@@ -228,7 +234,122 @@ TEST_F(CheckpointFolderTest, ADamagedOneIsPassedOverAndSaidToBe) {
   EXPECT_EQ(driver->job().StateHash(), hashes[1]);
 }
 
-TEST_F(CheckpointFolderTest, OneOfANewerFormatAndALinkAreNotPassedOver) {
+// No open of it waits, and the one before is taken.
+TEST_F(CheckpointFolderTest, OneThatIsNoRegularFileIsPassedOverAndSaidToBe) {
+  const auto driver = NewJob(engine_, 1);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  driver->Step(2);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  const std::string newest = Path("gpt/step-2.1");
+  const auto expect_passed_over = [&](const std::string& at, const std::string& why) {
+    SCOPED_TRACE(at + ": " + why);
+    const auto loaded = driver->job().Load(Path("gpt"));
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ(loaded->step, 1u);
+    EXPECT_THAT(loaded->passed_over, ElementsAre(AllOf(HasSubstr(at), HasSubstr(why))));
+    // The one that is named, or nothing.
+    EXPECT_THAT(Said(driver->job().Load(newest)), HasSubstr(why));
+  };
+  fs::create_directories(Path("away"));
+  for (const char* name : {"index.json", "exp_avg.safetensors"}) {
+    const std::string file = newest + "/" + name;
+    const std::string away = Path("away/") + name;
+    fs::rename(file, away);
+    ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
+    expect_passed_over(file, "is not a regular file");
+    fs::remove(file);
+    fs::create_symlink(away, file);
+    expect_passed_over(file, "is a symbolic link");
+    fs::remove(file);
+    fs::create_directory(file);
+    expect_passed_over(file, "is not a regular file");
+    fs::remove(file);
+    const int listening = socket(AF_UNIX, SOCK_STREAM, 0);
+    sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = {}};
+    ASSERT_LT(file.size(), sizeof(address.sun_path));
+    file.copy(address.sun_path, file.size());
+    ASSERT_EQ(bind(listening, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    expect_passed_over(file, "cannot open");
+    close(listening);
+    fs::remove(file);
+    fs::rename(away, file);
+  }
+  fs::rename(newest, Path("away/step-2.1"));
+  fs::create_directory_symlink(Path("away/step-2.1"), newest);
+  expect_passed_over(newest, "is a symbolic link");
+  fs::remove(newest);
+  std::ofstream(newest) << "a file";
+  expect_passed_over(newest, "cannot open");
+}
+
+TEST_F(CheckpointFolderTest, OneWithoutMemoryToReadItIsNotPassedOver) {
+  class Exhausted : public FillingFileSystem {
+   public:
+    absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
+      if (out && path.ends_with("/exp_avg.safetensors")) return FileError(EMFILE, "open", path);
+      return FillingFileSystem::Open(path);
+    }
+    bool out = false;
+  };
+  Exhausted files;
+  files.bytes_left = int64_t{1} << 30;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .file_system = &files});
+  const auto driver = NewJob(engine, 1);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  driver->Step(2);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  files.out = true;
+  EXPECT_EQ(driver->job().Load(Path("gpt")).status().code(), absl::StatusCode::kResourceExhausted);
+  files.out = false;
+  EXPECT_EQ(driver->job().Load(Path("gpt"))->step, 2u);
+}
+
+TEST_F(CheckpointFolderTest, OneThatWasRenamedIsNoneAndDeletesNone) {
+  const auto driver = NewJob(engine_, 1);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  driver->Step(2);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  const std::string hash = driver->job().StateHash();
+  driver->Step(3);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  for (const char* other : {"step-9.1", "step-3.2", "step-03.1", "step-3.1.01.1"}) {
+    SCOPED_TRACE(other);
+    const std::string renamed = Path(std::string("gpt/") + other);
+    fs::rename(Path("gpt/step-3.1"), renamed);
+    if (other == std::string("step-3.1.01.1")) {  // Not even a checkpoint's name.
+      EXPECT_EQ(driver->job().Load(Path("gpt"))->step, 2u);
+    } else {
+      const auto loaded = driver->job().Load(Path("gpt"));
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      EXPECT_EQ(loaded->step, 2u);
+      EXPECT_EQ(driver->job().StateHash(), hash);
+      const std::string why = " was renamed: its index says that it is step-3.1";
+      EXPECT_THAT(loaded->passed_over, ElementsAre(HasSubstr(renamed + why)));
+      EXPECT_THAT(Said(driver->job().Load(renamed)), HasSubstr(why));
+      EXPECT_THAT(Said(driver->job().Load(Path("gpt/step-9"))),
+                  HasSubstr(other == std::string("step-9.1") ? why : "there is no checkpoint"));
+      const auto directory = CheckpointDirectory::Open(PosixFileSystem(), root_.string()).value();
+      EXPECT_EQ(directory->Find("gpt")->step, 2u);
+    }
+    fs::rename(renamed, Path("gpt/step-3.1"));
+  }
+  // Of a name that a second job of these numbers would have had.
+  fs::rename(Path("gpt/step-3.1"), Path("gpt/step-3.1.2"));
+  EXPECT_EQ(driver->job().Load(Path("gpt"))->step, 3u);
+
+  // An old one that passes for the newest takes no place among those that are kept.
+  fs::rename(Path("gpt/step-1.1"), Path("gpt/step-99.1"));
+  driver->AttachAll();
+  for (int step = 4; step <= 6; ++step) {
+    driver->Step(step);
+    ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  }
+  const auto names = Names("gpt");
+  EXPECT_EQ(names, (std::set<std::string>{"step-99.1", VersionName(4, 6), VersionName(5, 6),
+                                          VersionName(6, 6), "latest"}));
+}
+
+TEST_F(CheckpointFolderTest, OneOfANewerFormatIsNotPassedOver) {
   const auto driver = NewJob(engine_, 1);
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
   driver->Step(2);
@@ -242,14 +363,6 @@ TEST_F(CheckpointFolderTest, OneOfANewerFormatAndALinkAreNotPassedOver) {
               AllOf(HasSubstr("step-2.1/index.json has format version 4"),
                     HasSubstr("load it with a newer ballastd")));
   EXPECT_EQ(driver->job().Load(Path("gpt/step-1.1"))->step, 1u);
-  fs::rename(Path("gpt/step-2.1"), Path("elsewhere"));
-  fs::create_directory_symlink(Path("elsewhere"), Path("gpt/step-2.1"));
-  EXPECT_THAT(Said(driver->job().Load(Path("gpt"))), HasSubstr("step-2.1 is a symbolic link"));
-  fs::remove(Path("gpt/step-2.1"));
-  fs::rename(Path("gpt/step-1.1/master.safetensors"), Path("elsewhere/away"));
-  fs::create_symlink(Path("elsewhere/away"), Path("gpt/step-1.1/master.safetensors"));
-  EXPECT_THAT(Said(driver->job().Load(Path("gpt"))),
-              HasSubstr("master.safetensors is a symbolic link, not a regular file"));
 }
 
 TEST_F(CheckpointFolderTest, OneOfBeforeThereWereVersionsStillLoadsAndIsTheOldest) {

@@ -158,6 +158,21 @@ TEST(LossLog, ACommittedStepWithoutALineIsRecoveredFromItsNote) {
   EXPECT_THAT(StepsOf(*directory.Open(4)), ElementsAre(1, 2, 3, 4));
 }
 
+// Killed likewise, and the job went on from a checkpoint of that step, under another uid.
+TEST(LossLog, ACommittedStepWithoutALineIsRecoveredWhereItsJobIsResumed) {
+  Directory directory;
+  directory.DoSteps(1, 3);
+  ASSERT_TRUE(directory.Open(3)->Note(4, ReportOf(4).loss).ok());
+  const auto resume = [&](const std::string& job, uint64_t step) {
+    return StepsOf(*LossLog::Open(directory.path(), job, step, /*resumes=*/true).value());
+  };
+  EXPECT_THAT(resume("resumed", 4), ElementsAre(1, 2, 3, 4));
+  EXPECT_THAT(StepsOf(*directory.Open(4, "resumed")), ElementsAre(1, 2, 3, 4));
+  // A step after the checkpoint is done again.
+  ASSERT_TRUE(directory.Open(4, "resumed")->Note(5, ReportOf(5).loss).ok());
+  EXPECT_THAT(resume("resumed again", 4), ElementsAre(1, 2, 3, 4));
+}
+
 TEST(LossLog, ANoteOfAStepThatWasNotCommittedIsForgotten) {
   Directory directory;
   directory.DoSteps(1, 3);
@@ -185,11 +200,10 @@ TEST(LossLog, StepsThatAreDoneOnceMoreReplaceTheirLines) {
   EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3, 4, 5}));
 }
 
-TEST(LossLog, LeavesOnlyTheFileAndItsJobWhenItHasFinished) {
+TEST(LossLog, LeavesOnlyTheFileAndItsJob) {
   Directory directory;
   const std::unique_ptr<LossLog> log = directory.Open(0);
   ASSERT_TRUE(log->Note(1, 1.0).ok());
-  log->Finish();
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 2);
 }
 

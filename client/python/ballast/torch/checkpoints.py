@@ -12,17 +12,19 @@ import math
 import os
 import pathlib
 import pickle
+import re
 import secrets
 import shutil
 import struct
 import time
+import warnings
 import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from ..errors import BallastError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from .description import of_job
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LOCK = "lock"  # In a checkpoint that is being written.
+_VERSION = re.compile(r"step-\d+\.\d+(\.\d+)?")  # A checkpoint's name.
 PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 State = "dict[str, Any] | str | os.PathLike"
 
@@ -97,7 +100,8 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
     """The weights of a checkpoint, FOLDER/step-STEP.GENERATION or the newest in FOLDER, in fp32 by parameter: for
     model.load_state_dict(..., strict=False) or safetensors.torch.save_file; and, for an `optimizer` of
     torch.optim (or of ballast.torch) over named parameters, what its load_state_dict takes: an Adam of Adam's, an AdamW
-    of AdamW's. Checksums are checked."""
+    of AdamW's. Checksums are checked; in a FOLDER one whose index is damaged, or that was renamed, is passed over
+    with a warning."""
     folder = _newest_of(pathlib.Path(checkpoint))
     index = _read_index(folder)
     planes: dict[str, dict[str, torch.Tensor]] = {}
@@ -248,18 +252,26 @@ def _sign(index: dict[str, Any]) -> str:
 
 
 def _newest_of(folder: pathlib.Path) -> pathlib.Path:
-    """A checkpoint's own folder, or of a folder of checkpoints the one of the last step and generation."""
-    found = {}
-    for path in folder.glob("step-*/index.json"):
-        number = path.parent.name.removeprefix("step-").split(".")
-        if all(part.isdigit() for part in number):
-            found[tuple(map(int, number))] = path.parent
-    return found[max(found)] if found else folder
+    """A checkpoint's own folder; or of a folder of checkpoints the newest of the job that saved last, as a service
+    orders them. What no service would load is passed over with a warning."""
+    found, saved = [], {}
+    for path in sorted(folder.glob("step-*")):
+        if not _VERSION.fullmatch(path.name):
+            continue
+        try:
+            index = _read_index(path)
+        except (BallastError, OSError) as error:
+            warnings.warn(f"passed over: {error}", stacklevel=3)
+            continue
+        uid, at = index["uid"], index["saved_unix_ms"]
+        saved[uid] = max(saved.get(uid, 0), at)
+        found.append((uid, index["generation"], index["step"], at, path))
+    return max(found, key=lambda one: (saved[one[0]], *one))[-1] if found else folder
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / "index.json"
-    if not path.is_file():
+    if path.is_symlink() or not path.is_file():
         raise NotFoundError(f"there is no checkpoint in {folder}: it has no index.json; name FOLDER/step-STEP.GENERATION")
     try:
         index = json.loads(path.read_text())
@@ -270,6 +282,9 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
         raise FailedPreconditionError(f"{path} has format version {version}, this package reads 2 and 3")
     if index.get("sha256") != _sign(index):
         raise FailedPreconditionError(f"{path} does not match its own checksum; use another checkpoint")
+    name = f"step-{index['step']}.{index['generation']}"
+    if _VERSION.fullmatch(folder.name) and not f"{folder.name}.".startswith(f"{name}."):
+        raise FailedPreconditionError(f"{folder} was renamed: its index says that it is {name}; give it that name again")
     return index
 
 
@@ -314,6 +329,8 @@ def _last_saved(folder: pathlib.Path) -> int:
     last = 0
     for path in folder.glob("step-*/index.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if not path.is_file():  # A FIFO's open would wait.
+                continue
             last = max(last, int(json.loads(path.read_text())["saved_unix_ms"]))
     return min(last, 2**63 - 2)
 

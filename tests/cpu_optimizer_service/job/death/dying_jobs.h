@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -29,6 +30,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/host/named_memory.h"
@@ -457,6 +459,28 @@ inline Life Live(const Training& training, Kept& kept, const Death& death) {
 inline std::string Undisturbed(const Training& training) {
   Kept kept;
   return Live(training, kept, {}).result;
+}
+
+// What lies in a directory: contents by name.
+using Files = std::map<std::string, std::string>;
+
+inline Files ReadAll(const std::string& directory) {
+  Files files;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    // What the process was making when it died is nothing yet, and is removed in any case.
+    if (entry.path().extension() == ".new") continue;
+    std::ifstream file(entry.path(), std::ios::binary);
+    files[entry.path().filename()] = std::string(std::istreambuf_iterator<char>(file), {});
+  }
+  // Which process has it is written there.
+  files.erase("superblock");
+  return files;
+}
+
+// "4f6c....second_versions.4096" is "second_versions", "4f6c....versions_12.4096" is "versions".
+inline std::string KindOf(const std::string& file) {
+  const std::string label = std::vector<std::string>(absl::StrSplit(file, '.'))[1];
+  return label.substr(0, label.find_first_of("0123456789") - 1);
 }
 
 class JobDeathTest : public testing::Test {

@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <set>
@@ -14,9 +13,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/gradients/sum_lane.h"
 #include "cpu_optimizer_service/kernels/adam_redo.h"
+#include "cpu_optimizer_service/state/slot_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
@@ -29,27 +28,6 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
 using testing::StartsWith;
-
-using Files = std::map<std::string, std::string>;  // Contents by name.
-
-Files ReadAll(const std::string& directory) {
-  Files files;
-  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
-    // What the process was making when it died is nothing yet, and is removed in any case.
-    if (entry.path().extension() == ".new") continue;
-    std::ifstream file(entry.path(), std::ios::binary);
-    files[entry.path().filename()] = std::string(std::istreambuf_iterator<char>(file), {});
-  }
-  // Which process has it is written there.
-  files.erase("superblock");
-  return files;
-}
-
-// "4f6c....second_versions.4096" is "second_versions", "4f6c....versions_12.4096" is "versions".
-std::string KindOf(const std::string& file) {
-  const std::string label = std::vector<std::string>(absl::StrSplit(file, '.'))[1];
-  return label.substr(0, label.find_first_of("0123456789") - 1);
-}
 
 class LeftFiles : public JobDeathTest {
  protected:
@@ -269,8 +247,9 @@ TEST_F(LeftFiles, HaveNoSlotsBesidesThoseOfABatch) {
       std::vector<uint64_t> words(contents.size() / sizeof(uint64_t));
       std::memcpy(words.data(), contents.data(), contents.size());
       std::erase(words, uint64_t{0});
-      is_used = std::any_of(words.begin(), words.end(),
-                            [&](uint64_t word) { return (word & 0xfffffff) >= 3 * words.size(); });
+      is_used = std::any_of(words.begin(), words.end(), [&](uint64_t word) {
+        return (word & ((uint64_t{1} << SlotPool::kNumberBits) - 1)) >= 3 * words.size();
+      });
     }
     return is_used;
   });

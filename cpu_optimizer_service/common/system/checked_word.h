@@ -1,0 +1,68 @@
+// Words of memory that outlives this process, each with check bits in it: a later process sees that
+// a word is not as it was stored. Value and check bits are one word, because one store publishes it.
+//
+// The low 56 bits are the value. The high 8 are a CRC of the value and of which of several words it
+// is, so that one in another's place is seen, too. The polynomial is x^8 + x^5 + x^3 + x^2 + x + 1,
+// which finds every change of up to three bits in 119 bits (P. Koopman and T. Chakravarty, "Cyclic
+// redundancy code polynomial selection for embedded networks", 2004). Here there are 96.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CHECKED_WORD_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CHECKED_WORD_H_
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+namespace ballast {
+
+inline constexpr int kCheckedValueBits = 56;
+inline constexpr uint64_t kCheckedValueMask = (uint64_t{1} << kCheckedValueBits) - 1;
+
+namespace checked_word {
+
+// The CRC of a byte that so many bytes follow.
+struct Tables {
+  std::array<std::array<uint8_t, 256>, 11> at = {};
+  constexpr Tables() {
+    for (int byte = 0; byte < 256; ++byte) {
+      auto crc = static_cast<uint8_t>(byte);
+      for (auto& table : at) {
+        for (int bit = 0; bit < 8; ++bit) {
+          crc = static_cast<uint8_t>(crc << 1 ^ ((crc & 0x80) != 0 ? 0x2f : 0));
+        }
+        table[byte] = crc;
+      }
+    }
+  }
+};
+inline constexpr Tables kTables;
+
+// Of the lowest `bytes` bytes of the value. A CRC without a start value is linear: that of parts
+// of a value, put together by XOR, is that of the value.
+template <int bytes>
+constexpr uint64_t CheckOf(uint64_t value) {
+  uint8_t crc = 0;
+  for (int i = 0; i < bytes; ++i) crc ^= kTables.at[i][value >> (8 * i) & 0xff];
+  return uint64_t{crc} << kCheckedValueBits;
+}
+constexpr uint64_t CheckOfNumber(uint32_t which) {
+  uint8_t crc = 0;
+  for (int i = 0; i < 4; ++i) crc ^= kTables.at[7 + i][which >> (8 * i) & 0xff];
+  return uint64_t{crc} << kCheckedValueBits;
+}
+
+}  // namespace checked_word
+
+// The word of a value below 2^56. 0 is the word of value 0 where `which` is 0: zeroed memory.
+constexpr uint64_t CheckedWord(uint64_t value, uint32_t which = 0) {
+  return value | (checked_word::CheckOf<7>(value) ^ checked_word::CheckOfNumber(which));
+}
+// nullopt: the word is not as it was stored.
+constexpr std::optional<uint64_t> ValueOf(uint64_t word, uint32_t which = 0) {
+  const uint64_t value = word & kCheckedValueMask;
+  if (CheckedWord(value, which) != word) return std::nullopt;
+  return value;
+}
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CHECKED_WORD_H_
