@@ -427,9 +427,8 @@ class Binding:
         streamed = self.stream is not None and self.stream.begun
         if streamed:
             self._check_begun()
-        self._clock.lap("compute")
-        if streamed:
             outdated = self._is_outdated()
+        self._clock.lap("compute")
         with self._notifying():
             if streamed and outdated:
                 streamed = self._take_back()
