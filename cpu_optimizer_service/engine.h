@@ -34,6 +34,8 @@ struct EngineOptions {
   int threads = 0;                 // For updates; 0: one per core.
   // Told, in a line, what makes this host slow, and of a broken job. Any thread; may be null.
   std::function<void(const std::string&)> warn;
+  // Told what happens in the life of a job, not with each step. Any thread; may be null.
+  std::function<void(const JobEvent&)> tell;
   // Outlive the engine; null: anonymous memory, the system's files.
   ArenaFactory* arenas = nullptr;
   // In which jobs outlive this process, and from which those of an earlier one are taken over
@@ -69,10 +71,14 @@ class Engine {
     std::vector<std::string> left;
   };
   TakenOver TakeOverJobs();
-  // NOT_FOUND, which says how a job of that name goes on that was saved. UNAVAILABLE: it is being
-  // created.
+  // NOT_FOUND, which says how a job of that name goes on that was saved. UNAVAILABLE
+  // (JOB_BEING_CREATED).
   absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;
   std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
+  // Those that have no memory yet, by name. They can be asked for spec() and uid(), and nothing else.
+  std::vector<std::shared_ptr<const Job>> JobsBeingCreated() const;
+  // Long work that is under way, of all jobs and of none.
+  std::vector<Activity> ListActivities() const;
   // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
   // caller's thread.
   Pending CloseJob(const std::string& name, Done<bool> done);
@@ -93,6 +99,7 @@ class Engine {
   struct LookRequest {
     std::string path;
     bool verified = false;  // Every byte is read.
+    std::string job;        // Whose they are, as far as is known: of the Activity.
     // With an empty path: folders before this one are left out, and those after the one with which
     // there are `enough`.
     std::string from_folder;
@@ -102,6 +109,10 @@ class Engine {
   };
   static constexpr size_t kMostVerified = 4096;
   Pending LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done);
+
+  // Another process is about to take this one's place and go on with its jobs, in named memory: ends
+  // all streams with UNAVAILABLE (RESTARTING), and so FindJob from now on, and does nothing else.
+  void SayFarewell();
 
   // Room for what a transport needs for a while. RESOURCE_EXHAUSTED. `what` names it: "job gpt2".
   absl::StatusOr<MemoryBudget::Reservation> Reserve(int64_t bytes, absl::string_view what);

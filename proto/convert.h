@@ -9,6 +9,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 
 namespace ballast::proto {
 
@@ -27,6 +28,9 @@ absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParame
 
 v1::Clipping ToProto(const Clipping& clipping);
 Clipping FromProto(const v1::Clipping& clipping);
+
+v1::Activity ToProto(const Activity& activity);
+Activity FromProto(const v1::Activity& activity);
 
 v1::Generation ToProto(const Generation& generation);
 Generation FromProto(const v1::Generation& generation);

@@ -73,6 +73,9 @@ JobStatus JobImpl::Status() const {
   }
   status.saves = SavesUnderWay();
   status.save_counts = save_counts_;
+  for (Activity& activity : environment_.activities->List()) {
+    if (activity.job == spec().name) status.activities.push_back(std::move(activity));
+  }
   return status;
 }
 

@@ -39,6 +39,8 @@ class HeldFiles final : public FileKeeper {
   void Ready(uint32_t state_format);
   // It goes on, although it was asked to stop.
   void StopRefused();
+  // Its clients know that it is about to be replaced.
+  void SaidFarewell();
   // Of a program that is tried (trial.h).
   void CanTakeOver();
 

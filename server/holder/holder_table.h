@@ -5,12 +5,14 @@
 #ifndef BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
 #define BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
 
+#include <signal.h>
+
 #include <cstdint>
 
 namespace ballast::server {
 
 // Of everything in this file. A holder and a child of different ones do not work together.
-inline constexpr uint32_t kHolderProtocol = 2;
+inline constexpr uint32_t kHolderProtocol = 3;
 
 inline constexpr int kMostHeld = 16384;
 inline constexpr int kHeldNameBytes = 120;  // With a zero at its end.
@@ -39,7 +41,14 @@ struct HolderTable {
 
 // One packet; kKeep carries the descriptor.
 struct HolderMessage {
-  enum class Kind : uint32_t { kKeep, kDrop, kReady, kStopRefused, kCanTakeOver };
+  enum class Kind : uint32_t {
+    kKeep,
+    kDrop,
+    kReady,
+    kStopRefused,
+    kSaidFarewell,  // It may be replaced now.
+    kCanTakeOver
+  };
   Kind kind;
   uint32_t state_format;  // Of kReady.
   char name[kHeldNameBytes];
@@ -57,6 +66,9 @@ inline constexpr char kTrialArgument[] = "--check-state=held";
 
 // What a SIGHUP carries that asks for an upgrade, wherever the service was started from.
 inline constexpr int kUpgradeAsked = 0x42616c;
+
+// To the child, which is about to be replaced: it tells its clients so, and says kSaidFarewell.
+inline int FarewellSignal() { return SIGRTMIN + 1; }
 
 }  // namespace ballast::server
 
