@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <map>
 #include <new>
 #include <optional>
@@ -38,6 +39,13 @@ absl::Status OutOfMemory(const std::string& job) {
                    "; see the limits of the service's process (ulimit -v)"));
 }
 
+absl::Status RestartingError() {
+  return WithReason(
+      absl::UnavailableError("the service's process is being replaced, as planned, by "
+                             "another one, which goes on with its jobs"),
+      reason::kRestarting);
+}
+
 std::string MakeInstanceId() {
   std::random_device random;
   return absl::StrCat(absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
@@ -62,6 +70,8 @@ struct Engine::Impl {
                     .checkpoints = options.checkpoints,
                     .draining = &draining,
                     .warn = options.warn,
+                    .tell = options.tell,
+                    .activities = &activities,
                     .named_memory = options.named_memory} {
     if (options.named_memory != nullptr) options.named_memory->UseTasks(&tasks);
   }
@@ -110,11 +120,13 @@ struct Engine::Impl {
   const Clock::time_point began = Clock::now();
   const bool goes_on;
   const std::string instance_id = MakeInstanceId();
+  Activities activities;
   MemoryBudget budget;
   // Ends after the last task, which may still ask for memory, and until then only keeps the address
   // of `tasks`.
   std::unique_ptr<ArenaFactory> own_arenas;
   std::atomic<bool> draining = false;
+  std::atomic<bool> restarting = false;
   TaskPool tasks;
   // They end in the reverse of this order. A saving thread waits for parts that writing threads
   // write, and would wait for ever if those ended first. What runs on all three may still start
@@ -134,6 +146,8 @@ struct Engine::Impl {
   enum class Entered : uint8_t { kIsNew, kWaits };
   absl::StatusOr<Entered> Enter(const std::shared_ptr<JobImpl>& job,
                                 Done<std::shared_ptr<Job>>& done);
+  // Its caller may have gone, so the log says it, too.
+  void TellOfCreation(const Job& job, const absl::Status& status, Clock::duration took) const;
 
   mutable Mutex mutex;
   std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
@@ -183,6 +197,27 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
   return Entered::kWaits;
 }
 
+void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
+                                  Clock::duration took) const {
+  if (!environment.tell) return;
+  const JobSpec& spec = job.spec();
+  (void)RunsInMemory([&] {
+    if (!status.ok()) {
+      return environment.tell(
+          {.job = spec.name, .text = absl::StrCat("not created: ", status.message())});
+    }
+    int64_t elements = 0;
+    for (const Chunk& chunk : job.layout().chunks()) elements += chunk.elements;
+    environment.tell(
+        {.job = spec.name,
+         .text = absl::StrCat(
+             "created for ", spec.layout.world_size, " ranks: ", spec.layout.parameters.size(),
+             " parameters, ", elements, " trainable elements, ", job.Status().memory.total_bytes(),
+             " bytes, in ", std::round(10 * std::chrono::duration<double>(took).count()) / 10,
+             " s")});
+  });
+}
+
 void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   if (impl_->draining.load()) {
     return std::move(done)(
@@ -205,6 +240,7 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   if (*entered == Impl::Entered::kWaits) return;
   // Without the lock: to touch all pages of a large job takes long, and other jobs are found
   // meanwhile.
+  const Impl::Clock::time_point began = Impl::Clock::now();
   const absl::Status status = [&] {
     try {
       return (*job)->Allocate();
@@ -212,6 +248,7 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
       return OutOfMemory(name);
     }
   }();
+  impl_->TellOfCreation(**job, status, Impl::Clock::now() - began);
   std::vector<Done<std::shared_ptr<Job>>> waiting;
   {
     // The list is taken in the section that makes the job ready or removes it: a later call must
@@ -293,6 +330,7 @@ Engine::TakenOver Engine::TakeOverJobs() {
 
 absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name,
                                                      absl::string_view uid) const {
+  if (impl_->restarting.load()) return RestartingError();
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
   if (found == impl_->jobs.end()) {
@@ -301,8 +339,9 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name,
         reason::kNoSuchJob);
   }
   if (!found->second.ready) {
-    return absl::UnavailableError(
-        absl::StrCat("job ", name, " is being created; try again when it has its memory"));
+    return WithReason(absl::UnavailableError(absl::StrCat(
+                          "job ", name, " is being created; try again when it has its memory")),
+                      reason::kJobBeingCreated);
   }
   return found->second.job;
 }
@@ -315,6 +354,17 @@ std::vector<std::shared_ptr<Job>> Engine::ListJobs() const {
   }
   return jobs;
 }
+
+std::vector<std::shared_ptr<const Job>> Engine::JobsBeingCreated() const {
+  std::vector<std::shared_ptr<const Job>> jobs;
+  MutexLock lock(impl_->mutex);
+  for (const auto& [name, entry] : impl_->jobs) {
+    if (!entry.ready) jobs.push_back(entry.job);
+  }
+  return jobs;
+}
+
+std::vector<Activity> Engine::ListActivities() const { return impl_->activities.List(); }
 
 Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
   absl::StatusOr<std::shared_ptr<Job>> job = FindJob(name);
@@ -375,6 +425,13 @@ bool Engine::Drain(double seconds) {
     }
     if (!waits || std::chrono::steady_clock::now() >= deadline) return between_steps;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void Engine::SayFarewell() {
+  impl_->restarting.store(true);
+  for (const std::shared_ptr<Job>& job : ListJobs()) {
+    static_cast<JobImpl&>(*job).TellStreams(RestartingError());
   }
 }
 
@@ -443,7 +500,12 @@ Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCh
   std::shared_ptr<Look> look;
   try {
     look = std::make_shared<Look>(std::move(done));
-    impl_->disk_threads.Run([this, request = std::move(request), look] {
+    const auto progress = request.verified
+                              ? impl_->activities.Begin({.kind = ActivityKind::kVerifyingCheckpoint,
+                                                         .job = request.job,
+                                                         .directory = request.path})
+                              : std::make_shared<Progress>();
+    impl_->disk_threads.Run([this, request = std::move(request), look, progress] {
       absl::StatusOr<std::vector<FoundCheckpoint>> found =
           OrOutOfMemory([&]() -> absl::StatusOr<std::vector<FoundCheckpoint>> {
             if (look->answered()) return absl::CancelledError("the caller is gone");
@@ -453,6 +515,7 @@ Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCh
                 request.path, " has ", all->size(), " checkpoints, of which ", kMostVerified,
                 " are verified at once; verify them by step: ", request.path, "/step-STEP"));
           });
+      const CountsIn here(*progress);
       for (size_t i = 0; found.ok() && request.verified && i < found->size(); ++i) {
         if (!look->answered()) Verify(*impl_->environment.file_system, (*found)[i]);
       }

@@ -35,6 +35,8 @@ struct EngineOptions {
   int threads = 0;                 // For updates; 0: as of TaskPool.
   // Told, in a line, what makes this host slow, and of a broken job. Any thread; may be null.
   std::function<void(const std::string&)> warn;
+  // Told what happens in the life of a job, not with each step. Any thread; may be null.
+  std::function<void(const JobEvent&)> tell;
   // Outlive the engine; null: anonymous memory, the system's files.
   ArenaFactory* arenas = nullptr;
   // In which jobs outlive this process, and from which those of an earlier one are taken over
@@ -74,11 +76,15 @@ class Engine {
   };
   TakenOver TakeOverJobs();
   // NOT_FOUND, which says how a job of that name goes on that was saved, and what became of the one
-  // with this uid, as far as it is known. UNAVAILABLE: it is being created. The job that is found
-  // may have another uid.
+  // with this uid, as far as it is known. UNAVAILABLE: it is being created
+  // (JOB_BEING_CREATED), or the service restarts. The job that is found may have another uid.
   absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name,
                                                absl::string_view uid = {}) const;
   std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
+  // Those that have no memory yet, by name. They can be asked for spec() and uid(), and nothing else.
+  std::vector<std::shared_ptr<const Job>> JobsBeingCreated() const;
+  // Long work that is under way, of all jobs and of none.
+  std::vector<Activity> ListActivities() const;
   // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
   // caller's thread.
   Pending CloseJob(const std::string& name, Done<bool> done);
@@ -102,6 +108,7 @@ class Engine {
   struct LookRequest {
     std::string path;
     bool verified = false;  // Every byte is read.
+    std::string job;        // Whose they are, as far as is known: of the Activity.
     // With an empty path: folders before this one are left out, and those after the one with which
     // there are `enough`.
     std::string from_folder;
@@ -111,6 +118,10 @@ class Engine {
   };
   static constexpr size_t kMostVerified = 4096;
   Pending LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done);
+
+  // Another process is about to take this one's place and go on with its jobs, in named memory: ends
+  // all streams with UNAVAILABLE (RESTARTING), and so FindJob from now on, and does nothing else.
+  void SayFarewell();
 
   // Room for what a transport needs for a while. RESOURCE_EXHAUSTED. `what` names it: "job gpt2".
   absl::StatusOr<MemoryBudget::Reservation> Reserve(int64_t bytes, absl::string_view what);

@@ -192,6 +192,34 @@ RankReport FromProto(const v1::RankReport& report) {
   return out;
 }
 
+v1::Activity ToProto(const Activity& activity) {
+  v1::Activity message;
+  // Without the kind 0, which says nothing, they have the same numbers.
+  static_assert(v1::MAKING_MEMORY == static_cast<int>(ActivityKind::kMakingMemory) + 1);
+  static_assert(v1::LOADING_CHECKPOINT == static_cast<int>(ActivityKind::kLoadingCheckpoint) + 1);
+  message.set_kind(static_cast<v1::ActivityKind>(static_cast<int>(activity.kind) + 1));
+  if (!activity.job.empty()) message.set_job(JobName(activity.job));
+  message.set_directory(activity.directory);
+  message.set_done_bytes(activity.done_bytes);
+  message.set_total_bytes(activity.total_bytes);
+  message.set_seconds(activity.seconds);
+  message.set_seconds_since_progress(activity.seconds_since_progress);
+  return message;
+}
+
+Activity FromProto(const v1::Activity& activity) {
+  Activity from = {.directory = activity.directory(),
+                   .done_bytes = activity.done_bytes(),
+                   .total_bytes = activity.total_bytes(),
+                   .seconds = activity.seconds(),
+                   .seconds_since_progress = activity.seconds_since_progress()};
+  // A newer service may have more kinds.
+  const bool is_known = v1::ActivityKind_IsValid(activity.kind()) && activity.kind() != 0;
+  from.kind = is_known ? static_cast<ActivityKind>(activity.kind() - 1) : ActivityKind::kOther;
+  if (const auto name = ParseJobName(activity.job()); name.ok()) from.job = name->job;
+  return from;
+}
+
 v1::Generation ToProto(const Generation& generation) {
   v1::Generation out;
   out.set_epoch(generation.epoch);

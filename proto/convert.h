@@ -10,6 +10,7 @@
 #include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 
 namespace ballast::proto {
 
@@ -31,6 +32,9 @@ Clipping FromProto(const v1::Clipping& clipping);
 
 v1::RankReport ToProto(const RankReport& report);
 RankReport FromProto(const v1::RankReport& report);
+
+v1::Activity ToProto(const Activity& activity);
+Activity FromProto(const v1::Activity& activity);
 
 v1::Generation ToProto(const Generation& generation);
 Generation FromProto(const v1::Generation& generation);

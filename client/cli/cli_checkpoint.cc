@@ -8,6 +8,7 @@
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "client/cli/terminal/progress_bar.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "proto/convert.h"
@@ -69,7 +70,12 @@ absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
     request.set_background(background);
     // Call, and not Read, here and for a load: a save that is made twice leaves two checkpoints,
     // and a second load raises the generation again.
-    const auto response = service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
+    const auto response = [&] {
+      const ProgressBar bar(
+          WorkOf(service.jobs(), job,
+                 {ActivityKind::kMakingSecondVersions, ActivityKind::kWritingCheckpoint}));
+      return service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
+    }();
     if (!response.ok()) return ExplainSave(service.SuggestJob(response.status(), job), job);
     if (as_json) {
       return Dump({{"job", job},
@@ -89,7 +95,12 @@ absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
 
 absl::StatusOr<std::string> Load(Service& service, const v1::LoadJobRequest& request,
                                  const std::string& job, bool as_json) {
-  const auto response = service.Call(service.state(), &v1::StateService::Stub::LoadJob, request);
+  const auto response = [&] {
+    const ProgressBar bar(
+        WorkOf(service.jobs(), job,
+               {ActivityKind::kVerifyingCheckpoint, ActivityKind::kLoadingCheckpoint}));
+    return service.Call(service.state(), &v1::StateService::Stub::LoadJob, request);
+  }();
   if (!response.ok()) return service.SuggestJob(response.status(), job);
   if (as_json) {
     return Dump({{"job", job},
@@ -197,9 +208,11 @@ absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
   v1::VerifyCheckpointsRequest request;
   request.set_directory(arguments.positional(0));
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
-    BALLAST_ASSIGN_OR_RETURN(
-        const v1::ListCheckpointsResponse response,
-        service.Read(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request));
+    const auto verify = [&] {
+      const ProgressBar bar(WorkOf(service.jobs(), "", {ActivityKind::kVerifyingCheckpoint}));
+      return service.Read(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request);
+    };
+    BALLAST_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response, verify());
     std::vector<std::string> problems;
     for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
       if (!checkpoint.problem().empty()) problems.push_back(checkpoint.problem());

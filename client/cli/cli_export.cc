@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_text.h"
+#include "client/cli/terminal/progress_bar.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client::cli {
@@ -58,7 +59,15 @@ absl::StatusOr<Action> PrepareExport(const Arguments& arguments) {
   return [order](Service& /*service*/, bool as_json) -> absl::StatusOr<std::string> {
     // Only ballast_main.cc gives one. The library itself does not link the engine.
     if (!TheExporter()) return absl::UnimplementedError("this program cannot export");
-    BALLAST_ASSIGN_OR_RETURN(const Exported exported, TheExporter()(order));
+    const auto exports = [&] {
+      // Of the whole: the checkpoint is verified, and then its weights are read and written.
+      Activities activities;
+      const auto progress = activities.Begin({.kind = ActivityKind::kExportingWeights});
+      const CountsIn here(*progress);
+      const ProgressBar bar([&] { return std::make_optional(activities.List().front()); });
+      return TheExporter()(order);
+    };
+    BALLAST_ASSIGN_OR_RETURN(const Exported exported, exports());
     if (!as_json) return ToText(exported, order);
     return Dump({{"job", exported.job},
                  {"checkpoint", exported.checkpoint},

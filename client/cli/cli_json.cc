@@ -69,7 +69,18 @@ Json SaveToJson(const v1::SaveProgress& save) {
           {"seconds_since_progress", save.seconds_since_progress()},
           {"written_bytes", save.written_bytes()},
           {"size_bytes", save.size_bytes()},
-          {"holds_back_decisions", save.holds_back_decisions()}};
+          {"holds_back_decisions", save.holds_back_decisions()},
+          {"makes_memory", save.makes_memory()}};
+}
+
+Json ActivityToJson(const v1::Activity& activity) {
+  return {{"kind", absl::AsciiStrToLower(v1::ActivityKind_Name(activity.kind()))},
+          {"job", activity.job().empty() ? "" : BareName(activity.job())},
+          {"directory", activity.directory()},
+          {"done_bytes", activity.done_bytes()},
+          {"total_bytes", activity.total_bytes()},
+          {"seconds", activity.seconds()},
+          {"seconds_since_progress", activity.seconds_since_progress()}};
 }
 
 Json StepToJson(const v1::StepRecord& step) {
@@ -105,7 +116,8 @@ Json JobHeadToJson(const v1::Job& job) {
           {"world_size", job.world_size()},
           {"applied_steps", job.applied_steps()},
           {"skipped_steps", job.skipped_steps()},
-          {"memory", MemoryToJson(job.memory())}};
+          {"memory", MemoryToJson(job.memory())},
+          {"activities", ArrayOfMessages(job.activities(), ActivityToJson)}};
 }
 
 Json PlaneToJson(const v1::PlaneSummary& plane) {
@@ -142,6 +154,7 @@ Json ToJson(const v1::ListJobsResponse& response) {
   return {{"instance_id", response.instance_id()},
           {"memory_used_bytes", response.memory_used_bytes()},
           {"memory_limit_bytes", response.memory_limit_bytes()},
+          {"activities", ArrayOfMessages(response.activities(), ActivityToJson)},
           {"jobs", ArrayOfMessages(response.jobs(), JobHeadToJson)}};
 }
 

@@ -26,14 +26,21 @@ std::string JobsText(const v1::ListJobsResponse& response) {
                {"ranks", kRight},
                {"memory", kRight}});
   std::string problems;
+  std::string work;
   for (const v1::Job& job : response.jobs()) {
     if (!job.problem().empty()) absl::StrAppend(&problems, Printable(job.problem()), "\n");
     table.Add({BareName(job.name()), Name(job.phase()), FormatCount(job.committed_step()),
                FormatCount(job.applied_steps()), FormatCount(job.skipped_steps()),
                ToString(proto::FromProto(job.generation())), absl::StrCat(job.world_size()),
                FormatBytes(job.memory().total_bytes())});
+    for (const v1::Activity& activity : job.activities()) {
+      absl::StrAppend(&work, BareName(job.name()), ": ", ToLine(proto::FromProto(activity)), "\n");
+    }
   }
-  return absl::StrCat(table.ToString(), "\n", problems, memory);
+  for (const v1::Activity& activity : response.activities()) {
+    absl::StrAppend(&work, ToLine(proto::FromProto(activity)), "\n");
+  }
+  return absl::StrCat(table.ToString(), "\n", problems, work, memory);
 }
 
 std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values) {

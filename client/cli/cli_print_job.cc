@@ -11,6 +11,7 @@
 #include "client/cli/cli_print.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "proto/convert.h"
 
@@ -45,6 +46,7 @@ std::string PhaseText(const v1::Job& job) {
   }
   std::string more;
   if (job.phase() == v1::AWAITING_WEIGHTS) more = "first weights are being uploaded";
+  if (job.phase() == v1::CREATING) more = "its memory is being made";
   if (job.phase() == v1::READY) more = "between steps";
   if (job.phase() == v1::OPEN) more = absl::StrCat(step, " waits for ", RanksNamed(unsealed));
   if (job.phase() == v1::SEALED) {
@@ -118,7 +120,7 @@ std::string SharedMemoryText(const v1::Job& job) {
                                             RanksNamed(ranks), ", in addition"));
 }
 
-// Saves that are under way. A disk that hangs is called one: nothing else takes so long.
+// Saves that are under way, and what steps wait for. Why one gets no further is not known.
 std::string SavesText(const v1::Job& job) {
   constexpr double kLongSeconds = 10;
   std::string text;
@@ -128,14 +130,25 @@ std::string SavesText(const v1::Job& job) {
                      FormatNumber(std::round(save.seconds())), " s, ",
                      FormatBytes(save.written_bytes()), " of ", FormatBytes(save.size_bytes()));
     if (save.seconds_since_progress() > kLongSeconds) {
-      absl::StrAppend(&line, "; nothing was written for ",
-                      FormatNumber(std::round(save.seconds_since_progress())),
-                      " s: its disk is very slow, or hangs");
+      absl::StrAppend(&line, "; ",
+                      save.makes_memory() ? "no memory was made" : "nothing was written", " for ",
+                      FormatNumber(std::round(save.seconds_since_progress())), " s");
     }
-    if (save.holds_back_decisions()) {
+    if (save.makes_memory()) {
+      absl::StrAppend(&line, "; steps wait until there is memory for second versions");
+    } else if (save.holds_back_decisions()) {
       absl::StrAppend(&line, "; steps wait for it, because there is no memory for second versions");
     }
     text += FormatField("saving", line);
+  }
+  return text;
+}
+
+// Long work that is under way, a line each.
+std::string ActivitiesText(const v1::Job& job) {
+  std::string text;
+  for (const v1::Activity& activity : job.activities()) {
+    text += FormatField("at work", ToLine(proto::FromProto(activity)));
   }
   return text;
 }
@@ -298,6 +311,10 @@ std::string StepHistoryText(const v1::Job& job) {
 }
 
 std::string JobText(const v1::Job& job) {
+  if (job.phase() == v1::CREATING) {
+    return absl::StrCat(FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),
+                        FormatField("phase", PhaseText(job)), ActivitiesText(job));
+  }
   std::string text = absl::StrCat(
       FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),
       FormatField("phase", PhaseText(job)),
@@ -309,7 +326,7 @@ std::string JobText(const v1::Job& job) {
   absl::StrAppend(
       &text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
       FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
-      SavesText(job), FormatField("unused", Name(job.unused_policy())),
+      SavesText(job), ActivitiesText(job), FormatField("unused", Name(job.unused_policy())),
       FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"),
       job.keep_previous() ? FormatField("undo", UndoText(job)) : "", "\n", RanksText(job), "\n");
   absl::StrAppend(&text,

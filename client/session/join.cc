@@ -3,14 +3,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/session/log.h"
 #include "client/session/retry.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "proto/convert.h"
 
 namespace ballast::client {
@@ -42,8 +46,73 @@ absl::Duration TimeForMemory(const JobSpec& job) {
   return absl::Seconds(static_cast<int64_t>(std::min(elements / kElementsPerSecond, kMostSeconds)));
 }
 
+namespace {
+
+// So long a call that creates a job is waited for, before a look at how far the service is.
+constexpr absl::Duration kFirstLook = absl::Seconds(5);
+constexpr absl::Duration kLookEvery = absl::Seconds(1);
+constexpr absl::Duration kLineEvery = absl::Seconds(10);
+
+// Of an earlier job of the same name. A session that takes no steps may be about to load it.
+void WarnOfCheckpoint(const v1::Job& job, const SessionOptions& options) {
+  const v1::SavedCheckpoint& found = job.found_checkpoint();
+  if (!job.has_found_checkpoint() || job.phase() != v1::AWAITING_WEIGHTS) return;
+  if (!options.takes_steps) return;
+  Log().warn(
+      "job {} begins again; the service has a checkpoint of an earlier one at step {}, in {}, "
+      "which `ballast load {} {}` loads",
+      options.job.name, found.step(), found.directory(), options.job.name, options.job.name);
+}
+
+// Waits while the service makes the job's memory.
+class CreationWatch {
+ public:
+  CreationWatch(Transport& transport, Clock& clock, const SessionOptions& options,
+                absl::Time& deadline)
+      : transport_(transport), clock_(clock), options_(options), deadline_(deadline) {}
+
+  // Until that has ended, well or not; or its last sign of life is longer ago than the session
+  // waits, or nothing is known of it: DEADLINE_EXCEEDED and the error of the look.
+  absl::Status Await() {
+    v1::GetJobRequest request;
+    request.set_name(proto::JobName(options_.job.name));
+    for (;;) {
+      const absl::StatusOr<v1::Job> job = transport_.GetJob(request);
+      if (absl::IsNotFound(job.status())) return absl::OkStatus();
+      BALLAST_RETURN_IF_ERROR(job.status());
+      if (job->phase() != v1::CREATING) return absl::OkStatus();
+      Activity activity;
+      for (const v1::Activity& each : job->activities()) {
+        if (each.kind() == v1::MAKING_MEMORY) activity = proto::FromProto(each);
+      }
+      const absl::Time now = clock_.Now();
+      // From its last sign of life there is as much time as from the beginning.
+      deadline_ = std::max(
+          deadline_, now - absl::Seconds(activity.seconds_since_progress) + options_.join_timeout);
+      if (now >= deadline_) {
+        return absl::DeadlineExceededError(
+            absl::StrCat("the service is ", ToLine(activity), "; see its log"));
+      }
+      if (now - told_ >= kLineEvery) {
+        Log().info("job {}: the service is {}", options_.job.name, ToLine(activity));
+        told_ = now;
+      }
+      clock_.SleepFor(kLookEvery);
+    }
+  }
+
+ private:
+  Transport& transport_;
+  Clock& clock_;
+  const SessionOptions& options_;
+  absl::Time& deadline_;
+  absl::Time told_ = absl::InfinitePast();
+};
+
+}  // namespace
+
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
-                                              const SessionOptions& options, absl::Time deadline) {
+                                              const SessionOptions& options, absl::Time& deadline) {
   v1::AttachWorkerRequest attach;
   attach.set_name(proto::JobName(options.job.name));
   attach.set_rank(options.rank);
@@ -56,24 +125,27 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   const auto left = [&] { return std::max(deadline - clock.Now(), absl::Seconds(1)); };
   // If a certain job is wanted, a new and empty one must not take its place.
   const bool creates = options.rank == 0 && options.job_uid.empty();
-  if (creates) {
+  CreationWatch creation(transport, clock, options, deadline);
+  while (creates) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
-    const absl::StatusOr<v1::Job> created = transport.CreateJob(create, left());
+    const absl::Status created = transport.CreateJob(create, std::min(left(), kFirstLook)).status();
     // If the job exists, attaching compares the descriptions.
-    if (!created.ok() && !absl::IsAlreadyExists(created.status())) return created.status();
-    // A session that takes no steps may be about to load it.
-    if (created.ok() && created->has_found_checkpoint() && options.takes_steps) {
-      Log().warn(
-          "job {} begins again; the service has a checkpoint of an earlier one at step {}, in {}, "
-          "which `ballast load {} {}` loads",
-          options.job.name, created->found_checkpoint().step(),
-          created->found_checkpoint().directory(), options.job.name, options.job.name);
-    }
+    if (created.ok() || absl::IsAlreadyExists(created)) break;
+    if (!absl::IsDeadlineExceeded(created)) return created;
+    // The service may be making its memory, whether this call waits for that or not. Once it has,
+    // the job exists; and if it could not, another call says why.
+    const absl::Status awaited = creation.Await();
+    if (clock.Now() >= deadline) return awaited.ok() ? created : awaited;
   }
   Backoff backoff(clock, deadline);
   for (;;) {
     absl::StatusOr<v1::AttachWorkerResponse> attached = transport.AttachWorker(attach, left());
+    if (ReasonOf(attached.status()) == reason::kJobBeingCreated) {
+      BALLAST_RETURN_IF_ERROR(creation.Await());
+      continue;
+    }
+    if (attached.ok() && creates) WarnOfCheckpoint(attached->job(), options);
     // Only a rank that waits for rank 0 expects NOT_FOUND.
     if (creates || !options.job_uid.empty() || !absl::IsNotFound(attached.status())) {
       return attached;
@@ -100,11 +172,20 @@ absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
 
 absl::StatusOr<v1::Job> AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
                                           Clock& clock, const SessionOptions& options) {
-  Backoff backoff(clock, clock.Now() + options.join_timeout);
+  std::optional<Backoff> backoff;
+  int64_t last_done_bytes = -1;
   for (;;) {
     BALLAST_ASSIGN_OR_RETURN(v1::Job job, get_job());
     if (job.phase() != v1::AWAITING_WEIGHTS) return job;
-    if (backoff.Wait()) continue;
+    int64_t done_bytes = 0;
+    for (const v1::Activity& activity : job.activities()) {
+      if (activity.kind() == v1::TAKING_FIRST_WEIGHTS) done_bytes = activity.done_bytes();
+    }
+    // As long as weights of any rank arrive, they are waited for.
+    if (std::exchange(last_done_bytes, done_bytes) != done_bytes) {
+      backoff.emplace(clock, clock.Now() + options.join_timeout);
+    }
+    if (backoff->Wait()) continue;
     std::vector<int> absent;
     for (const v1::RankProgress& rank : job.ranks()) {
       if (!rank.attached()) absent.push_back(rank.rank());

@@ -20,9 +20,10 @@ namespace ballast::client {
 const std::string& DefaultProcessId();
 
 // Creates the job if this is rank 0 and options.job_uid is empty, and attaches; errors as in
-// Session::Open. UNAVAILABLE is not tried again here.
+// Session::Open. UNAVAILABLE is not tried again here, but for JOB_BEING_CREATED: while the service
+// gets further with the job's memory, the deadline moves on, and the log says how far that is.
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
-                                              const SessionOptions& options, absl::Time deadline);
+                                              const SessionOptions& options, absl::Time& deadline);
 
 // How much longer than for a small job joining may take: the service makes the job's memory ready,
 // and the memory that it shares, and page after page is cleared. Whole seconds.

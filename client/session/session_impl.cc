@@ -116,7 +116,7 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
       });
 }
 
-absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadline) {
+absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time& deadline) {
   // The stream of an attempt before this one ends first: its thread uses what is replaced below.
   keeper_.reset();
   BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options, deadline));
@@ -484,13 +484,16 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
       // no memory for second versions.
       for (const v1::SaveProgress& save : job->saves()) {
         if (!ranks.empty() || !save.holds_back_decisions()) continue;
-        return Annotate(
-            absl::DeadlineExceededError(absl::StrCat(
-                status.message(), "; all ranks have sealed, and the decision waits for a save to ",
-                save.directory(), ", which has written nothing for ",
-                std::lround(save.seconds_since_progress()),
-                " s: look at the service's disk, or wait with another Seal")),
-            Context());
+        const std::string what =
+            save.makes_memory()
+                ? "for memory for second versions, which the service makes for a save to "
+                : "for a save to ";
+        return Annotate(absl::DeadlineExceededError(absl::StrCat(
+                            status.message(), "; all ranks have sealed, and the decision waits ",
+                            what, save.directory(), ", which last got further ",
+                            std::lround(save.seconds_since_progress()),
+                            " s ago: wait with another Seal (ballast job shows how far it is)")),
+                        Context());
       }
     }
   }

@@ -71,7 +71,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status Start(absl::Time deadline);
   // Attaches and opens the stream. Stores in `options` what another attempt needs: the job's uid,
   // and that this process has the rank.
-  absl::Status TryToStart(SessionOptions& options, absl::Time deadline);
+  absl::Status TryToStart(SessionOptions& options, absl::Time& deadline);
   v1::OpenTrain OpenMessage() const;
   void ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline);
   // RESOURCE_EXHAUSTED if there is not enough memory and the session cannot work without it.

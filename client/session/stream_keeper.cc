@@ -196,7 +196,11 @@ void StreamKeeper::Reopen() {
     if (std::exchange(outage_is_over_, false)) outage_.reset();
   }
   if (clock_.Now() - open_since_ >= kSound) outage_.reset();
-  Log().warn("{}: the stream broke, and is reopened: {}", user_.Context(), broke.ToString());
+  restarting_ = ReasonOf(broke) == reason::kRestarting;
+  Log().log(restarting_ ? spdlog::level::info : spdlog::level::warn, "{}: {}, and is reopened: {}",
+            user_.Context(),
+            restarting_ ? "the service restarts, so the stream has ended" : "the stream broke",
+            broke.ToString());
   if (!outage_.has_value()) outage_.emplace(clock_, clock_.Now() + settings_.reconnect_timeout);
   absl::Status last = broke;  // If there is no time for an attempt.
   for (;;) {
@@ -271,10 +275,11 @@ absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duratio
   BALLAST_ASSIGN_OR_RETURN(v1::AttachWorkerResponse attached,
                            transport_.AttachWorker(request, limit));
   if (attached.instance_id() != instance_id_) {
-    // The job's uid is in the request, so it is the same job with all that it was: the service's
-    // process died, and another one has taken over its memory.
-    Log().warn("{}: the service's process died, and another has taken over the job",
-               user_.Context());
+    // The job's uid is in the request, so it is the same job with all that it was: another process
+    // of the service has taken over its memory.
+    Log().log(restarting_ ? spdlog::level::info : spdlog::level::warn, "{}: {}", user_.Context(),
+              restarting_ ? "the service has restarted as planned, and goes on with the job"
+                          : "the service's process died, and another has taken over the job");
     instance_id_ = attached.instance_id();
   }
   const Generation expected = proto::FromProto(settings_.open.generation());

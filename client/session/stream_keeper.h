@@ -92,6 +92,7 @@ class StreamKeeper final : private TrainListener {
   Settings settings_;
   std::unique_ptr<TrainCall> stream_;
   std::string instance_id_;  // The instance that the rank attached to last.
+  bool restarting_ = false;  // The service has said so of the stream that ended last.
   // An outage lasts until the service has acknowledged something on a new stream, or that stream
   // has lasted for a while. So a cause that breaks every stream is not retried for ever.
   std::optional<Backoff> outage_;

@@ -31,12 +31,14 @@ inline constexpr absl::string_view kVoteAgain = "VOTE_AGAIN";
 inline constexpr absl::string_view kMalformedMessage = "MALFORMED_MESSAGE";
 inline constexpr absl::string_view kStopping = "STOPPING";
 inline constexpr absl::string_view kJobBroken = "JOB_BROKEN";
+inline constexpr absl::string_view kJobBeingCreated = "JOB_BEING_CREATED";
+inline constexpr absl::string_view kRestarting = "RESTARTING";
 
 inline constexpr absl::string_view kAll[] = {
     kRankReplaced,     kRankNotHeld,      kStreamReplaced,   kOlderGeneration, kNoSuchJob,
     kOtherJob,         kOtherStep,        kOtherDescription, kOtherSettings,   kNoWeightsYet,
     kHasWeights,       kSendAndSealAgain, kAbortAndRedo,     kDiscardAndRedo,  kVoteAgain,
-    kMalformedMessage, kStopping,         kJobBroken};
+    kMalformedMessage, kStopping,         kJobBroken,        kJobBeingCreated, kRestarting};
 }  // namespace reason
 
 inline constexpr absl::string_view kReasonPayload = "ballast/reason";

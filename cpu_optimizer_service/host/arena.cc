@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/rounding.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
 
 namespace ballast {
@@ -79,11 +80,15 @@ class AnonymousArenaFactory : public ArenaFactory {
  private:
   void TouchAll(std::byte* data, int64_t bytes) const {
     const int64_t pieces = DivideUp(bytes, kTouchBytes);
+    Progress& progress = Progress::OfThisThread();
     const auto touch_piece = [&](int64_t piece) {
-      TouchRange(data, piece * kTouchBytes, std::min(bytes, (piece + 1) * kTouchBytes));
+      const int64_t begin = piece * kTouchBytes;
+      const int64_t end = std::min(bytes, begin + kTouchBytes);
+      TouchRange(data, begin, end);
+      progress.Count(end - begin);
     };
     if (tasks_ == nullptr || pieces < 2) {
-      TouchRange(data, 0, bytes);
+      for (int64_t piece = 0; piece < pieces; ++piece) touch_piece(piece);
     } else {
       tasks_->ForEach(pieces, touch_piece);
     }

@@ -18,6 +18,7 @@
 #include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/populate_pages.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 
@@ -31,6 +32,10 @@ namespace {
 
 // What one task makes huge: a few milliseconds of the system's work. Less is not worth the calls.
 constexpr int64_t kCollapseBytes = 8 * kHugePageBytes;
+bool IsMadeHuge(int64_t bytes) { return bytes >= kCollapseBytes; }
+
+// Memory that is made huge is half way when its pages are there.
+constexpr int64_t kHugeParts = 2;
 
 int64_t SizeOf(int file) {
   // Sockets are kept, too, and count as no memory.
@@ -123,7 +128,11 @@ absl::Status NamedMemory::Back(const NamedArena& arena) {
   const int64_t bytes = arena.size_bytes();
   // A fault through a mapping gets huge pages where the system gives them, fallocate none. It
   // follows, because it fails with an error where a later fault would with a signal.
-  const bool populated = PopulatePages(arena.data_, bytes) == 0;
+  Progress& progress = Progress::OfThisThread();
+  const int64_t parts = IsMadeHuge(bytes) ? kHugeParts : 1;
+  const bool populated = PopulatePages(arena.data_, bytes, kPopulatePieceBytes, [&](size_t piece) {
+                           progress.Count(static_cast<int64_t>(piece) / parts);
+                         }) == 0;
   BALLAST_RETURN_IF_ERROR(Fill(arena));
   // It fails on a kernel before 5.14, which does not know the call. After Fill the file has all its
   // pages, and writing maps them; the file is new, so zeros change nothing.
@@ -139,12 +148,14 @@ bool NamedMemory::MakeHuge(NamedArena& arena) {
   const int64_t bytes = arena.size_bytes() / kHugePageBytes * kHugePageBytes;
   const int64_t pieces = DivideUp(bytes, kCollapseBytes);
   std::atomic<bool> huge = pieces > 0;
+  Progress& progress = Progress::OfThisThread();
   const auto collapse = [&](int64_t piece) {
+    const int64_t begin = piece * kCollapseBytes;
+    const int64_t piece_bytes = std::min(kCollapseBytes, bytes - begin);
+    progress.Count(piece_bytes / kHugeParts);
     // After one refusal the others are not asked for: a kernel before 6.1 refuses all, and without
     // free memory each call would search in vain.
     if (!huge.load()) return;
-    const int64_t begin = piece * kCollapseBytes;
-    const int64_t piece_bytes = std::min(kCollapseBytes, bytes - begin);
     if (madvise(arena.data() + begin, piece_bytes, MADV_COLLAPSE) != 0) huge = false;
   };
   TaskPool* const tasks = tasks_.load();
@@ -168,7 +179,7 @@ absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::MapNew(const std::strin
   }
   if (touch == ArenaFactory::Touch::kNow) {
     BALLAST_RETURN_IF_ERROR(Back(**arena));
-    if (bytes >= kCollapseBytes) MakeHuge(**arena);
+    if (IsMadeHuge(bytes)) MakeHuge(**arena);
   } else if (keeper_.room()) {
     BALLAST_RETURN_IF_ERROR(Fill(**arena));  // Or a full file system would be a signal later.
   }

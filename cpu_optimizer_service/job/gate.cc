@@ -26,32 +26,32 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // the step with the listeners and the memory that ranks have then. So ranks come and go before
     // or after that.
     // idle    open    voting  sealed  deciding updating clearing loading closed
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kAttach
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kOpenStream
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kQuietRank
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kRankMemory
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kAttach
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kOpenStream
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kQuietRank
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kRankMemory
     // Nothing writes committed state before the decision is made. A sealed step only waits for
     // readers.
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kSnapshot
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kRead
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
     // Its caller cannot wait and asks again. In updating it is for chunks that are at the new step
     // already.
     {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},    // kReadNow
     {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},    // kDiscard
     {kGrant, kGrant, kGrant, kGrant, kGrant, kGrant, kWait, kLoad, kClos},  // kSupersede
     // Up to the decision's record: a decision that is being made finds its step gone (kUpdate).
-    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},    // kAbort
-    {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},           // kUndo
+    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
+    {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},         // kUndo
     // The engine's own, as kReplaceState: each is for one phase, and in every other one the step
     // that it was for has been given up.
-    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},       // kDecide
-    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},       // kUpdate
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},       // kFinishClear
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},  // kDecide
+    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},  // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},  // kFinishClear
     // Loading and closing give up a step that still waits for ranks or readers. One that is being
     // decided comes to its end before.
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kLoad
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},       // kReplaceState
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kClose
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.

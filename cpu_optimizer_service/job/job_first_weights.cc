@@ -53,6 +53,22 @@ absl::StatusOr<Job::Uploader> JobImpl::BeginFirstWeights(const RankHolder& holde
   return uploader;
 }
 
+void JobImpl::ShowFirstWeights() {
+  if (first_weights_.none() || first_weights_.complete()) return taking_first_weights_.reset();
+  // As weights: where moments come with them, all of a chunk come at once.
+  const auto bytes = static_cast<int64_t>(sizeof(float));
+  if (taking_first_weights_ == nullptr) {
+    int64_t elements = 0;
+    for (const Chunk& chunk : layout_.chunks()) elements += chunk.elements;
+    taking_first_weights_ = BeginActivity(ActivityKind::kTakingFirstWeights, bytes * elements);
+  }
+  // The chunks are about of one size.
+  const auto chunks = static_cast<int64_t>(layout_.chunks().size());
+  Progress& progress = *taking_first_weights_;
+  progress.Count(progress.total_bytes() / chunks * (chunks - first_weights_.missing()) -
+                 progress.done_bytes());
+}
+
 absl::Status JobImpl::CheckFirst(int index, Plane plane, absl::Span<const float> values) const {
   // The update takes the square root of these two.
   const bool squares = plane == Plane::kExpAvgSq || plane == Plane::kMaxExpAvgSq;
@@ -119,7 +135,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   // them before all are there.
   // What is checked under this lock must hold until the planes are copied, so they are copied under
   // it.
-  MutexLock lock(mutex_);
+  Section section(*this);
   if (gate_.phase() == Phase::kClosed) return CheckUsable();
   if (uploader.has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(uploader->generation));
@@ -156,11 +172,13 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   store_->SetArrived(static_cast<int>(index), true);
   ++changes_;
   first_weights_.Arrive(index);
+  ShowFirstWeights();
   if (first_weights_.complete()) {
     // After a death the words may be of a state that was given up.
     store_->SetStep(record_.committed_step);
     save_schedule_.BeginAt(record_.committed_step);
     Keep();
+    Tell(absl::StrCat("has all first weights, and begins at step ", record_.committed_step));
   }
   return first_weights_.complete();
 }

@@ -22,6 +22,7 @@ void JobImpl::ForgetFirstWeights(int rank) {
   const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
   for (const int chunk : chunks) store_->SetArrived(chunk, false);
   first_weights_.Forget(rank, chunks);
+  ShowFirstWeights();
 }
 
 void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
@@ -73,7 +74,10 @@ bool JobImpl::WasGivenUp(uint64_t step, int rank) const {
 }
 
 void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
-  if (MaySkipStep()) return SkipStep(why, std::move(then));
+  const bool skips = MaySkipStep();
+  Tell(absl::StrCat(
+      why, skips ? "; the step is skipped" : "; every rank attaches again, in a new generation"));
+  if (skips) return SkipStep(why, std::move(then));
   RaiseGeneration(absl::StrCat(why, "; the generation is now ", ToString(record_.generation.Next()),
                                "; attach again"),
                   std::move(then));

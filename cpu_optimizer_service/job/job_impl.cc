@@ -129,6 +129,8 @@ absl::Status JobImpl::AllocateParts() {
       BALLAST_RETURN_IF_ERROR(environment_.named_memory->Admit(need_.total_bytes(), what));
     }
   }
+  const auto progress = BeginActivity(ActivityKind::kMakingMemory, need_.total_bytes());
+  const CountsIn here(*progress);
   BALLAST_RETURN_IF_ERROR(AllocateKept());
   // After AllocateKept, which finds out whether second versions belong to what is needed.
   // A limit that has become lower makes it no less.
@@ -201,6 +203,14 @@ void JobImpl::Break() noexcept {
 
 void JobImpl::StartTask(std::function<void()> work, int node) {
   tasks_.Start([self = Self(), work = std::move(work)] { self->Guarded(work); }, node);
+}
+
+void JobImpl::Tell(std::string text, int rank) {
+  if (!environment_.tell) return;
+  RunAfter([this, self = Self(),
+            event = JobEvent{.job = spec().name, .rank = rank, .text = std::move(text)}] {
+    environment_.tell(event);
+  });
 }
 
 absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
@@ -377,6 +387,17 @@ bool JobImpl::IsAbandoned() const {
   return UseNow().streams == 0;
 }
 
+void JobImpl::TellStreams(const absl::Status& why) {
+  Listeners listeners;
+  {
+    MutexLock lock(mutex_);
+    listeners = ranks_.ByRank();
+  }
+  for (const std::shared_ptr<RankListener>& listener : listeners) {
+    if (listener != nullptr) listener->OnDetached(why);
+  }
+}
+
 Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
   return Enter(
       Admission::kClose, -1,
@@ -409,6 +430,7 @@ Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
                                     kept_->GiveUp();  // Needs no memory.
                                   }
                                   step_over_.NotifyAll();
+                                  Tell(absl::StrCat("closed at step ", committed_step()));
                                   Reply<bool>(std::move(done), true);
                                 });
           });

@@ -79,7 +79,9 @@ struct JobEnvironment {
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.
   const std::atomic<bool>* draining = nullptr;
   std::function<void(const std::string&)> warn;  // In one line. Nullable.
-  NamedMemory* named_memory = nullptr;           // Nullable: jobs die with this process.
+  std::function<void(const JobEvent&)> tell;     // Nullable, too.
+  Activities* activities = nullptr;
+  NamedMemory* named_memory = nullptr;  // Nullable: jobs die with this process.
 };
 
 class JobImpl : public Job {
@@ -143,6 +145,8 @@ class JobImpl : public Job {
   bool IsBetweenSteps() const;
   // A step has begun that no rank with a stream is there to finish.
   bool IsAbandoned() const;
+  // Ends all streams with this, as their transport would if it broke.
+  void TellStreams(const absl::Status& why);
   // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
   // With `unused`: FAILED_PRECONDITION if it has been used since it was like that, or has a stream.
   Pending Close(std::optional<Use> unused, Done<bool> done);
@@ -177,6 +181,13 @@ class JobImpl : public Job {
   };
 
   JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& environment);
+  std::shared_ptr<Progress> BeginActivity(ActivityKind kind, int64_t total_bytes,
+                                          std::string directory = "") const {
+    return environment_.activities->Begin({.kind = kind,
+                                           .job = spec().name,
+                                           .directory = std::move(directory),
+                                           .total_bytes = total_bytes});
+  }
   std::shared_ptr<JobImpl> Self() { return std::static_pointer_cast<JobImpl>(shared_from_this()); }
 
   // ---- job_impl.cc
@@ -226,12 +237,16 @@ class JobImpl : public Job {
   // As Enter, in a section.
   uint64_t EnterHere(Admission admission, int rank, Turn turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // For the log, after the section.
+  void Tell(std::string text, int rank = -1) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status StatusOf(std::optional<Answer> answer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckUsable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- job_first_weights.cc
   // Of a plane of a chunk that has come: that all of it may be first weights.
   absl::Status CheckFirst(int index, Plane plane, absl::Span<const float> values) const;
+  // Shows how far they are, after any of them has come or was forgotten.
+  void ShowFirstWeights() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- job_ranks.cc
   absl::Status CheckGeneration(const Generation& generation) const
@@ -249,7 +264,7 @@ class JobImpl : public Job {
   absl::StatusOr<std::unique_ptr<RankStream>> OpenNow(const OpenStreamRequest& request,
                                                       std::shared_ptr<RankListener> listener)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CloseStream(const StreamKey& key);
+  void CloseStream(const StreamKey& key, const std::string& why);
   // Whether the rank has a part in the step in progress.
   bool HasBegun(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -447,7 +462,9 @@ class JobImpl : public Job {
   // The record of the checkpoint's last step, with the groups in this job's order.
   StepRecord LastRecord(const CheckpointIndex& index) const;
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
-  void ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> done);
+  // Of a load that began then.
+  void ReplaceState(const OpenedCheckpoint& opened, std::chrono::steady_clock::time_point began,
+                    Done<CheckpointInfo> done);
   bool WasUndone(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckMayUndo(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void UndoNow(Done<uint64_t> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -480,6 +497,8 @@ class JobImpl : public Job {
   void BeginSaving(const std::shared_ptr<Saving>& saving);
   void SaveParts(const std::shared_ptr<Saving>& saving);
   void EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status);
+  void TellOfSave(const Saving& saving, const absl::StatusOr<CheckpointInfo>& result)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives up one that has not begun to write.
   void CancelSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -537,11 +556,13 @@ class JobImpl : public Job {
   JobRecord record_ ABSL_GUARDED_BY(mutex_);
   RankTable ranks_ ABSL_GUARDED_BY(mutex_);
   FirstWeights first_weights_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);  // Oldest first.
+  std::shared_ptr<Progress> taking_first_weights_ ABSL_GUARDED_BY(mutex_);  // Null: none is there.
+  std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);      // Oldest first.
   SaveSchedule save_schedule_ ABSL_GUARDED_BY(mutex_){std::chrono::steady_clock::now()};
   SaveCounts save_counts_ ABSL_GUARDED_BY(mutex_);
   Mutex making_room_;  // One thread at a time, before mutex_.
-  std::unique_ptr<ChunkStore::Room> room_ ABSL_GUARDED_BY(mutex_);  // For the next save. Nullable.
+  std::unique_ptr<ChunkStore::Room> room_ ABSL_GUARDED_BY(mutex_);   // For the next save. Nullable.
+  std::shared_ptr<Progress> room_progress_ ABSL_GUARDED_BY(mutex_);  // While it is made.
 
   // The step in progress.
   std::variant<std::monostate, OpenStep, SealedStep, DecidedStep> step_ ABSL_GUARDED_BY(mutex_);

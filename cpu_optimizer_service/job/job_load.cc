@@ -2,11 +2,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -138,28 +140,33 @@ Pending JobImpl::Load(LoadRequest request, Done<CheckpointInfo> done) {
   const auto load = [this, self = Self(), request = std::move(request), shared_done, number, call] {
     // Its caller may have gone while it was queued behind other loads and saves.
     if (!call->Begin()) return;
-    absl::StatusOr<OpenedCheckpoint> opened = OrOutOfMemory([&] { return OpenToLoad(request); });
+    const Clock::time_point began = Clock::now();
+    absl::StatusOr<OpenedCheckpoint> opened = OrOutOfMemory([&] {
+      const auto progress = BeginActivity(ActivityKind::kVerifyingCheckpoint, 0, request.path);
+      const CountsIn here(*progress);
+      return OpenToLoad(request);
+    });
     absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
     // To verify a large checkpoint takes long. Up to here nothing of the job has changed.
     if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
     if (!status.ok()) return std::move(*shared_done)(std::move(status));
     auto checkpoint = std::make_shared<const OpenedCheckpoint>(*std::move(opened));
-    const auto start = [this, self, shared_done,
-                        checkpoint]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto start = [this, self, shared_done, checkpoint,
+                        began]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       // The step is cleared. Before anything is written, those who read in place have to end.
       gate_.StartLoading();
       EnterHere(Admission::kReplaceState, -1,
-                [this, self, shared_done, checkpoint](absl::Status admitted)
-                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                      if (!admitted.ok()) {  // Broken.
-                        return Reply<CheckpointInfo>(std::move(*shared_done), admitted);
-                      }
-                      RunAfter([this, self, shared_done, checkpoint] {
-                        environment_.disk_threads->Run([this, self, shared_done, checkpoint] {
-                          Guarded([&] { ReplaceState(*checkpoint, std::move(*shared_done)); });
-                        });
-                      });
+                [this, self, shared_done, checkpoint,
+                 began](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                  if (!admitted.ok()) {  // Broken.
+                    return Reply<CheckpointInfo>(std::move(*shared_done), admitted);
+                  }
+                  RunAfter([this, self, shared_done, checkpoint, began] {
+                    environment_.disk_threads->Run([this, self, shared_done, checkpoint, began] {
+                      Guarded([&] { ReplaceState(*checkpoint, began, std::move(*shared_done)); });
                     });
+                  });
+                });
     };
     Enter(
         Admission::kLoad, -1,
@@ -211,12 +218,21 @@ absl::StatusOr<OpenedCheckpoint> JobImpl::OpenToLoad(const LoadRequest& request)
   return opened;
 }
 
-void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> done) {
+void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Clock::time_point began,
+                           Done<CheckpointInfo> done) {
   const Checkpoint& checkpoint = opened.checkpoint;
   absl::Status status;
+  const std::vector<int> planes = PlanesByGroup(spec());
+  const auto bytes_of = [&](const Chunk& chunk) {
+    return SlotBytes(chunk.elements, planes[chunk.group]);
+  };
+  auto progress =
+      BeginActivity(ActivityKind::kLoadingCheckpoint, need_.state_bytes, opened.directory);
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()) && status.ok(); ++chunk) {
     status = OrOutOfMemory([&] { return LoadChunk(checkpoint, chunk); });
+    progress->Count(bytes_of(layout_.chunks()[chunk]));
   }
+  progress = nullptr;  // Before its caller is told.
   Section section(*this);
   if (broken()) return Reply<CheckpointInfo>(std::move(done), broken_);
   // The record still says that the checkpoint is being loaded. Where the process dies before the
@@ -226,6 +242,7 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
     record_.torn_by = opened.directory;
     record_.loading.reset();
     Keep();
+    Tell(absl::StrCat("not loaded from ", opened.directory, ": ", status.message()));
     return Reply<CheckpointInfo>(std::move(done), status);
   }
   const CheckpointIndex& index = checkpoint.index();
@@ -259,7 +276,10 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
   first_weights_.CompleteAll();
   record_.torn_by.clear();
   record_.loading.reset();
+  ShowFirstWeights();
   Keep();
+  Tell(absl::StrCat("loaded step ", record_.committed_step, " from ", opened.directory, " in ",
+                    std::round(10 * SecondsSince(began)) / 10, " s"));
   Reply<CheckpointInfo>(std::move(done), CheckpointInfo{.directory = opened.directory,
                                                         .step = record_.committed_step,
                                                         .generation = record_.generation,
@@ -334,6 +354,7 @@ void JobImpl::UndoNow(Done<uint64_t> done) {
             } else {
               store_->SetStep(step);
             }
+            Tell(absl::StrCat("step ", undone, " was undone, and it is at step ", step, " again"));
             Reply<uint64_t>(std::move(done), undone);
           });
 }

@@ -26,7 +26,7 @@ class JobImpl::Stream : public RankStream {
  public:
   Stream(std::shared_ptr<JobImpl> job, StreamKey key, RankPosition position)
       : job_(std::move(job)), key_(key), position_(std::move(position)) {}
-  ~Stream() override { job_->CloseStream(key_); }
+  ~Stream() override { job_->CloseStream(key_, why_); }
 
   const RankPosition& position() const override { return position_; }
   absl::Status BeginStep(StepAttempt at, const StepSettings& settings) override {
@@ -60,6 +60,7 @@ class JobImpl::Stream : public RankStream {
       return job.Discard(key_, at, std::move(answer));
     });
   }
+  void EndsBecause(std::string why) override { why_ = std::move(why); }
 
  private:
   // A call that may wait. Its Done is answered whatever becomes of the call: the job, which breaks
@@ -85,6 +86,7 @@ class JobImpl::Stream : public RankStream {
   const std::shared_ptr<JobImpl> job_;
   const StreamKey key_;
   const RankPosition position_;
+  std::string why_ = "its stream has ended";
 };
 
 // ---------------------------------------------------------------- checks
@@ -329,16 +331,27 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenNow(
   ++changes_;
   const StreamKey key = ranks_.OpenStream(request.rank, std::move(listener), request.update_mode,
                                           request.weights_in_place);
+  Tell(absl::StrCat("rank ", request.rank, " attached: process ", request.process_id),
+       request.rank);
   return std::make_unique<Stream>(Self(), key, PositionOf(request.rank));
 }
 
-void JobImpl::CloseStream(const StreamKey& key) {
+void JobImpl::CloseStream(const StreamKey& key, const std::string& why) {
   std::shared_ptr<RankListener> listener;  // Destroyed outside the lock.
-  MutexLock lock(mutex_);
-  if (!ranks_.IsCurrent(key)) return;
-  // A stream that was replaced ends without a trace, since the rank is its successor's.
-  ++changes_;
-  listener = ranks_.CloseStream(key.rank, HasBegun(key.rank));
+  {
+    MutexLock lock(mutex_);
+    if (!ranks_.IsCurrent(key)) return;
+    // A stream that was replaced ends without a trace, since the rank is its successor's.
+    ++changes_;
+    listener = ranks_.CloseStream(key.rank, HasBegun(key.rank));
+  }
+  if (!environment_.tell) return;
+  // The log can do without a line; a stream's end cannot fail.
+  (void)RunsInMemory([&] {
+    environment_.tell({.job = spec().name,
+                       .rank = key.rank,
+                       .text = absl::StrCat("rank ", key.rank, " is gone: ", why)});
+  });
 }
 
 bool JobImpl::HasBegun(int rank) const {

@@ -270,6 +270,7 @@ void JobImpl::TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string&
 }
 
 void JobImpl::LoadAgain(const LoadRequest& request) {
+  const auto began = std::chrono::steady_clock::now();
   absl::StatusOr<OpenedCheckpoint> opened = OrOutOfMemory([&] { return OpenToLoad(request); });
   const absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
   const auto tell = [warn = environment_.warn, name = spec().name,
@@ -279,7 +280,7 @@ void JobImpl::LoadAgain(const LoadRequest& request) {
         absl::StrCat("job ", name, " is torn: loading ", path, " again failed: ", ended.message()));
   };
   if (status.ok()) {
-    return ReplaceState(*opened,
+    return ReplaceState(*opened, began,
                         [tell](absl::StatusOr<CheckpointInfo> done) { tell(done.status()); });
   }
   {

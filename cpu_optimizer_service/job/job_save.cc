@@ -2,6 +2,7 @@
 // by threads that leave the processors to it.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -9,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -39,7 +41,10 @@ struct JobImpl::Saving {
   std::optional<Snapshot> snapshot;  // None: the job's readers hold decisions back instead.
   CheckpointInfo info;
   Clock::time_point began;
-  // Guarded by the job's lock: a disk thread has begun to write, or the caller had gone before.
+  // Guarded by the job's lock, as the next: null until the disk thread begins to write.
+  std::shared_ptr<Progress> progress;
+  bool makes_memory = false;  // Second versions are being made for it.
+  // A disk thread has begun to write, or the caller had gone before.
   bool writes = false;
   bool cancelled = false;
   bool told_that_next_is_due = false;
@@ -176,6 +181,7 @@ void JobImpl::SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> 
                       gate_.StartReading();
                       EnterSaving(saving);
                       if (has_room) return StartSaving(saving);
+                      saving->makes_memory = true;
                       RunAfter([this, self, saving] {
                         environment_.disk_threads->Run(
                             [this, self, saving] { Guarded([&] { MakeRoomAndStart(saving); }); });
@@ -222,8 +228,19 @@ absl::Status JobImpl::MakeRoom() {
     MutexLock lock(mutex_);
     if (store_->HasRoom(room_.get())) return absl::OkStatus();
   }
-  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<ChunkStore::Room> room, store_->MakeRoom());
+  const auto progress = BeginActivity(ActivityKind::kMakingSecondVersions, 0);
+  const CountsIn here(*progress);
+  {
+    MutexLock lock(mutex_);
+    room_progress_ = progress;
+  }
+  absl::StatusOr<std::unique_ptr<ChunkStore::Room>> made =
+      OrOutOfMemory([&] { return store_->MakeRoom(); });
+  std::unique_ptr<ChunkStore::Room> room;
   MutexLock lock(mutex_);
+  room_progress_ = nullptr;
+  BALLAST_RETURN_IF_ERROR(made.status());
+  room = *std::move(made);
   // What was there before goes after the lock.
   room_.swap(room);
   return absl::OkStatus();
@@ -234,7 +251,12 @@ void JobImpl::MakeRoomAndStart(const std::shared_ptr<Saving>& saving) {
   // pages.
   const absl::Status made = OrOutOfMemory([&] { return MakeRoom(); });
   Section section(*this);
+  saving->makes_memory = false;
   if (saving->cancelled) return;
+  if (!made.ok()) {
+    Tell(absl::StrCat("steps wait for the save of step ", saving->info.step,
+                      ", because there is no memory for second versions: ", made.message()));
+  }
   if (made.ok() && PinToSave(*saving).ok()) {
     gate_.StopReading();
     StartDecisionIfDue();
@@ -258,7 +280,10 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
     if (saving->cancelled) return;
     // From here on there may be files, so a cancel comes too late.
     saving->writes = true;
+    saving->progress = BeginActivity(ActivityKind::kWritingCheckpoint, saving->writer->size_bytes(),
+                                     saving->writer->folder());
   }
+  const CountsIn here(*saving->progress);
   const absl::Status begun = OrOutOfMemory([&] { return saving->writer->Begin(); });
   if (!begun.ok()) return EndSaving(saving, begun);
   // Steps go on beside a snapshot, and should not notice it. What they wait for, or the end of the
@@ -295,6 +320,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
 }
 
 void JobImpl::SaveParts(const std::shared_ptr<Saving>& saving) {
+  const CountsIn here(*saving->progress);
   const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
     const std::string& name = saving->writer->index().parameters[parameter].name;
     // The index leaves out frozen parameters, so its numbers are not those of the job.
@@ -344,9 +370,21 @@ void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Statu
     } else {
       ++save_counts_.failed;
     }
+    TellOfSave(*saving, result);
     ForgetSaving(saving);
   }
   std::move(saving->done)(std::move(result));
+}
+
+void JobImpl::TellOfSave(const Saving& saving, const absl::StatusOr<CheckpointInfo>& result) {
+  if (result.ok()) {
+    return Tell(absl::StrCat("saved step ", result->step, " in ", result->directory, ": ",
+                             result->size_bytes, " bytes in ",
+                             std::round(10 * SecondsSince(saving.began)) / 10, " s"));
+  }
+  // A save that nobody waits for warns of it itself.
+  if (!saving.request.asked_for || saving.request.background) return;
+  Tell(absl::StrCat("not saved at step ", saving.info.step, ": ", result.status().message()));
 }
 
 void JobImpl::CancelSaving(const std::shared_ptr<Saving>& saving) {
@@ -373,13 +411,18 @@ std::vector<SaveProgress> JobImpl::SavesUnderWay() const {
   for (const std::shared_ptr<Saving>& saving : saves_) {
     const CheckpointWriter& writer = *saving->writer;
     const std::chrono::duration<double> seconds = Saving::Clock::now() - saving->began;
-    saves.push_back({.directory = writer.folder(),
-                     .step = saving->info.step,
-                     .seconds = seconds.count(),
-                     .seconds_since_progress = writer.SecondsSinceProgress(),
-                     .written_bytes = writer.written_bytes(),
-                     .size_bytes = writer.size_bytes(),
-                     .holds_back_decisions = !saving->snapshot.has_value()});
+    const Progress* const progress =
+        saving->makes_memory ? room_progress_.get() : saving->progress.get();
+    saves.push_back(
+        {.directory = writer.folder(),
+         .step = saving->info.step,
+         .seconds = seconds.count(),
+         .seconds_since_progress =
+             progress != nullptr ? progress->seconds_since_progress() : seconds.count(),
+         .written_bytes = saving->progress != nullptr ? saving->progress->done_bytes() : 0,
+         .size_bytes = writer.size_bytes(),
+         .holds_back_decisions = !saving->snapshot.has_value(),
+         .makes_memory = saving->makes_memory});
   }
   return saves;
 }

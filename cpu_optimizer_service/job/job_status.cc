@@ -87,6 +87,9 @@ JobStatus JobImpl::Status() const {
   status.rank_memory_bytes = RankMemoryBytesNow();
   status.saves = SavesUnderWay();
   status.save_counts = save_counts_;
+  for (Activity& activity : environment_.activities->List()) {
+    if (activity.job == spec().name) status.activities.push_back(std::move(activity));
+  }
   return status;
 }
 

@@ -12,6 +12,7 @@
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
 
 namespace ballast {
@@ -49,11 +50,20 @@ struct SaveProgress {
   std::string directory;  // The folder that the checkpoint will be in.
   uint64_t step = 0;
   double seconds = 0;                 // Since it began.
-  double seconds_since_progress = 0;  // Since anything was written: a disk that hangs shows here.
+  double seconds_since_progress = 0;  // Since anything was written, or any memory was made.
   int64_t written_bytes = 0;
   int64_t size_bytes = 0;
-  bool holds_back_decisions = false;  // There was no room for second versions.
+  bool holds_back_decisions = false;  // Steps wait for it,
+  bool makes_memory = false;  // or rather for memory for second versions, which is being made.
 };
+
+// What has happened to a job, once, in a line for the log.
+struct JobEvent {
+  std::string job;
+  int rank = -1;     // Of which rank; -1: of none.
+  std::string text;  // Without the job's name.
+};
+
 // Saves that have ended, since the job was created or this process took it over.
 struct SaveCounts {
   uint64_t complete = 0;
@@ -99,6 +109,7 @@ struct JobStatus {
   std::optional<double> seconds_since_first_seal;  // Of that step; absent: no rank has sealed.
   std::vector<RankProgress> ranks;
   std::vector<SaveProgress> saves;                // Oldest first.
+  std::vector<Activity> activities;               // Of this job, oldest first.
   std::vector<StepRecord> recent_steps;           // Oldest first, a bounded number.
   LatestReports latest;                           // Of the last committed steps.
   std::vector<HyperParameters> hyper_parameters;  // One per group, now in force.

@@ -156,6 +156,8 @@ class RankStream {
   absl::StatusOr<bool> Discard(StepAttempt at) {
     return Await<bool>([&](Done<bool> done) { Discard(at, std::move(done)); });
   }
+  // Why it is about to be destroyed, for the log: "its connection broke".
+  virtual void EndsBecause(std::string why) = 0;
 };
 
 struct OpenStreamRequest {

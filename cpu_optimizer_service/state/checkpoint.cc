@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
@@ -33,7 +34,9 @@ bool IsDamage(const absl::Status& status) {
 absl::Status ForEach(int count, const std::function<absl::Status(int)>& work) {
   std::vector<absl::Status> statuses(count);
   std::atomic<int> next = 0;
+  Progress& progress = Progress::OfThisThread();
   const auto help = [&] {
+    const CountsIn here(progress);
     for (int i = next++; i < count; i = next++)
       statuses[i] = OrOutOfMemory([&] { return work(i); });
   };
@@ -95,6 +98,7 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
   for (const CheckpointIndex::File& file : files) {
     BALLAST_ASSIGN_OR_RETURN(opened.emplace_back(),
                              OpenFile(file_system, FilePath(directory, file), file, most_bytes));
+    Progress::OfThisThread().Expect(file.written.size_bytes);
   }
   BALLAST_RETURN_IF_ERROR(ForEach(
       count, [&](int i) { return Verify(opened[i], FilePath(directory, files[i]), files[i]); }));

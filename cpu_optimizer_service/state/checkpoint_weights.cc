@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
@@ -70,6 +71,7 @@ absl::Status CheckFinite(const SafetensorsFile& file, const std::string& path,
     const auto piece =
         absl::MakeSpan(values).first(std::min(kPieceElements, parameter.elements - offset));
     BALLAST_RETURN_IF_ERROR(file.Read(parameter.name, offset, piece));
+    Progress::OfThisThread().Count(static_cast<int64_t>(piece.size() * sizeof(float)));
     // There are no checksums of weights of others, so this is the damage that can be seen.
     const auto bad = std::find_if_not(piece.begin(), piece.end(),
                                       [](float value) { return std::isfinite(value); });
@@ -93,6 +95,9 @@ absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, cons
     BALLAST_ASSIGN_OR_RETURN(
         masters.files.emplace_back(),
         SafetensorsFile::Open(file_system, file, most_bytes, SafetensorsFile::Take::kWeights));
+  }
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    Progress::OfThisThread().Expect(parameter.elements * static_cast<int64_t>(sizeof(float)));
   }
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     const TensorEntry* entry = nullptr;

@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/steady_time.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
@@ -36,13 +36,6 @@ CheckpointWriter::CheckpointWriter(FileSystem& file_system, Target target, Check
   for (const CheckpointPart& part : parts_) size_bytes_ += part.bytes;
 }
 
-double CheckpointWriter::SecondsSinceProgress() const { return SecondsSince(progress_.load()); }
-
-void CheckpointWriter::Progress(int64_t bytes) {
-  written_bytes_ += bytes;
-  progress_ = Clock::now();
-}
-
 absl::Status CheckpointWriter::Begin() {
   const std::filesystem::path folder(target_.folder);
   const std::string name = folder.filename().string();
@@ -67,25 +60,27 @@ absl::Status CheckpointWriter::Begin() {
                   absl::StrCat(target_.folder, "/", VersionName(index_.step, index_.generation))));
   partial_ = std::move(partial.path);
   lock_ = std::move(partial.lock);
-  Progress(0);
+  Progress::OfThisThread().Count(0);
   return absl::OkStatus();
 }
 
 absl::Status CheckpointWriter::WritePart(int part, PlaneReader read) {
   const CheckpointPart& to = parts_[part];
+  Progress& progress = Progress::OfThisThread();
   std::vector<TensorEntry> tensors;
   for (const int parameter : to.parameters) {
     const CheckpointIndex::Parameter& p = index_.parameters[parameter];
     tensors.push_back({.name = p.name, .shape = p.shape, .elements = p.elements});
   }
   BALLAST_ASSIGN_OR_RETURN(
-      files_[part], WriteSafetensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
-                                     [&](int tensor, int64_t offset, absl::Span<float> out) {
-                                       read(to.parameters[tensor], to.plane, offset, out);
-                                       Progress(static_cast<int64_t>(out.size() * sizeof(float)));
-                                     }));
+      files_[part],
+      WriteSafetensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
+                       [&](int tensor, int64_t offset, absl::Span<float> out) {
+                         read(to.parameters[tensor], to.plane, offset, out);
+                         progress.Count(static_cast<int64_t>(out.size() * sizeof(float)));
+                       }));
   // The file's flush at its end may take long, and its end is progress, too.
-  Progress(0);
+  progress.Count(0);
   return absl::OkStatus();
 }
 

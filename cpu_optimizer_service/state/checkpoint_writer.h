@@ -58,18 +58,13 @@ class CheckpointWriter {
   const std::string& folder() const { return target_.folder; }
   const CheckpointIndex& index() const { return index_; }
 
-  // How far it is; from any thread.
-  int64_t size_bytes() const { return size_bytes_; }  // Of the planes.
-  int64_t written_bytes() const { return written_bytes_.load(); }
-  double SecondsSinceProgress() const;
+  // Of the planes, which Begin and WritePart count in the thread's Progress.
+  int64_t size_bytes() const { return size_bytes_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   absl::StatusOr<int64_t> WriteIndex();
   absl::StatusOr<std::string> GiveName();
   void WriteHint(const std::string& directory);
-  void Progress(int64_t bytes);
 
   FileSystem& file_system_;
   const Target target_;
@@ -79,8 +74,6 @@ class CheckpointWriter {
   std::string partial_;  // Empty: not made.
   std::shared_ptr<const void> lock_;
   std::vector<WrittenFile> files_;  // By part; each written by the thread that has it.
-  std::atomic<int64_t> written_bytes_ = 0;
-  std::atomic<Clock::time_point> progress_ = Clock::now();
 };
 
 }  // namespace ballast

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -274,6 +275,7 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(ChecksumKind 
       contents.bad = Element{.tensor = place.entry.name, .element = element, .value = elements[i]};
     }
     offset += bytes;
+    Progress::OfThisThread().Count(bytes);
   }
   contents.checksum = checksum.Result();
   return contents;

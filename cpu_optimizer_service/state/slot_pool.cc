@@ -12,6 +12,7 @@
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/ordered_stores.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 
 namespace ballast {
@@ -201,6 +202,7 @@ absl::StatusOr<SlotPool::BatchMemory> SlotPool::MakeBatch(const Layout& layout,
   BALLAST_ASSIGN_OR_RETURN(memory.reservation, options.budget->Reserve(bytes, what));
   if (touch == ArenaFactory::Touch::kNow) {
     BALLAST_RETURN_IF_ERROR(options.named->memory().Admit(bytes, what));
+    Progress::OfThisThread().Expect(bytes);
   }
   BALLAST_ASSIGN_OR_RETURN(
       memory.arena,

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 #include "cpu_optimizer_service/state/safetensors.h"
@@ -86,6 +87,7 @@ absl::Status WriteFile(FileSystem& file_system, const std::string& path,
     // The callback has no way to fail, so its error waits here. What is written after it is removed
     // with the directory.
     if (status.ok()) status = checkpoint.Read(tensors[tensor].name, Plane::kMaster, offset, out);
+    Progress::OfThisThread().Count(static_cast<int64_t>(out.size() * sizeof(float)));
   };
   // What libraries of models look for before they read a file.
   const SafetensorsStyle style = {.dtype = dtype, .metadata = {{"format", "pt"}}};
@@ -138,6 +140,9 @@ absl::StatusOr<ExportedWeights> ExportWeights(FileSystem& file_system,
       OpenedCheckpoint opened,
       OpenNewest(file_system, WithoutSlash(request.checkpoint), kMostForeignIndexBytes));
   const CheckpointIndex& index = opened.checkpoint.index();
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    Progress::OfThisThread().Expect(parameter.elements * static_cast<int64_t>(sizeof(float)));
+  }
   ExportedWeights exported = {.checkpoint = opened.directory,
                               .job = index.job,
                               .step = index.step,

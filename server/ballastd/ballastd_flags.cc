@@ -62,6 +62,10 @@ ABSL_FLAG(
 ABSL_FLAG(std::string, log_level, "info",
           "debug, info, warning, error or off. Lines of the audit are written at each of them.");
 ABSL_FLAG(
+    std::string, log_format, "text",
+    "text, or json: one object a line, with time, level, message, and job where there is one. "
+    "Where standard error is systemd's journal, lines have its priorities in front.");
+ABSL_FLAG(
     double, seal_deadline_seconds, 60,
     "When a step's first seal is this old, sealed ranks are notified which ranks they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "",
@@ -226,6 +230,12 @@ absl::StatusOr<BallastdFlags> TakeFlags() {
   flags.server.seal_deadline_seconds = absl::GetFlag(FLAGS_seal_deadline_seconds);
   flags.threads = absl::GetFlag(FLAGS_threads);
   flags.log_level = absl::GetFlag(FLAGS_log_level);
+  const std::string log_format = absl::GetFlag(FLAGS_log_format);
+  if (log_format != "text" && log_format != "json") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("flag --log-format: '", log_format, "' is none of text, json"));
+  }
+  flags.log_format = log_format == "json" ? LogFormat::kJson : LogFormat::kText;
   flags.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
   BALLAST_ASSIGN_OR_RETURN(
       flags.checkpoint_policy,

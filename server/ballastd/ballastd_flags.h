@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
+#include "server/holder/log_line.h"
 #include "server/server.h"
 #include "server/status/status_server.h"
 
@@ -22,6 +23,7 @@ struct BallastdFlags {
   bool memory_limit_is_default = false;
   int threads = 0;
   std::string log_level;
+  LogFormat log_format = LogFormat::kText;
   std::string checkpoint_directory;
   CheckpointPolicy checkpoint_policy;
   double forget_after_seconds = 0;  // 0: never.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -41,6 +42,7 @@
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "server/ballastd/ballastd_flags.h"
 #include "server/ballastd/drain.h"
+#include "server/ballastd/life_log.h"
 #include "server/ballastd/service_log.h"
 #include "server/ballastd/service_manager.h"
 #include "server/ballastd/start_check.h"
@@ -50,6 +52,8 @@
 #include "server/ballastd/unused_jobs.h"
 #include "server/holder/held_files.h"
 #include "server/holder/holder.h"
+#include "server/holder/holder_table.h"
+#include "server/holder/log_line.h"
 #include "server/server.h"
 #include "server/status/diagnostics_service.h"
 
@@ -58,7 +62,8 @@ namespace {
 using ::ballast::server::BallastdFlags;
 
 int Fail(const absl::Status& status, int exit_code) {
-  std::fprintf(stderr, "ballastd: %s\n", std::string(status.message()).c_str());
+  ballast::server::LogLine(ballast::server::kErrorPriority, "%s",
+                           std::string(status.message()).c_str());
   return exit_code;
 }
 
@@ -78,10 +83,10 @@ std::atomic<bool> serves = false;
 // Where the system has no memory or thread for this process, the usual words do not say what to do.
 [[noreturn]] void EndWithoutResources() {
   const auto say = [](const char* why) {
-    std::fprintf(
-        stderr,
-        "ballastd: the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, "
-        "TasksMax, the control group)\n",
+    ballast::server::LogLine(
+        ballast::server::kErrorPriority,
+        "the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, TasksMax, the "
+        "control group)",
         why);
     // To start again would need as much.
     if (!serves) _exit(1);
@@ -114,6 +119,7 @@ sigset_t BlockStopSignals() {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, DrainedSignal());
+  sigaddset(&signals, ballast::server::FarewellSignal());
   // A closed terminal ends a service that belongs to it, not one started with nohup.
   struct sigaction hangup = {};
   sigaction(SIGHUP, nullptr, &hangup);
@@ -125,7 +131,10 @@ sigset_t BlockStopSignals() {
 // Who signals all processes of a name or of a group means the service once, and its parent passes
 // that on.
 bool IsForThisProcess(const siginfo_t& info, ballast::server::HeldFiles* held) {
-  if (held == nullptr || info.si_signo == DrainedSignal() || held->TakeStop()) return true;
+  if (held == nullptr || info.si_signo == DrainedSignal() ||
+      info.si_signo == ballast::server::FarewellSignal() || held->TakeStop()) {
+    return true;
+  }
   spdlog::info("signal {} of process {} is left to the parent, process {}", info.si_signo,
                info.si_pid, getppid());
   return false;
@@ -140,6 +149,18 @@ void TellSaves(const std::vector<std::shared_ptr<ballast::Job>>& jobs,
     }
   }
   if (!lines.empty()) manager.Saving(absl::StrJoin(lines, ", "));
+}
+
+// Of the holder, which replaces this process now. What does not end in time breaks.
+void SayFarewell(ballast::Engine& engine, const ballast::server::Server& server,
+                 ballast::server::HeldFiles& held) {
+  constexpr absl::Duration kMost = absl::Milliseconds(300);
+  constexpr absl::Duration kLookEvery = absl::Milliseconds(2);
+  spdlog::info("another process takes this one's place, and goes on with its jobs");
+  engine.SayFarewell();
+  const absl::Time end = absl::Now() + kMost;
+  while (server.pools().streams.calls() > 0 && absl::Now() < end) absl::SleepFor(kLookEvery);
+  held.SaidFarewell();
 }
 
 // Meanwhile the service manager is kept informed that the engine is not stuck. `held`: null without
@@ -306,6 +327,7 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
   // First, so that probes say so for as long as it drains.
   server.SetServing(false);
   if (LeavesJobs(flags)) {
+    engine.SayFarewell();
     server.Shutdown(/*grace_seconds=*/1);
     return 0;
   }
@@ -313,7 +335,6 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
       engine, flags.drain_seconds,
       engine.checkpoints() == nullptr ? std::string() : engine.checkpoints()->path());
   for (const std::string& line : report.aborted) spdlog::warn("aborted {}", line);
-  for (const std::string& line : report.saved) spdlog::info("saved {}", line);
   for (const std::string& line : report.lost) spdlog::error("lost {}", line);
   if (!report.failed.empty()) {
     for (const std::string& line : report.failed) spdlog::error("not saved {}", line);
@@ -402,6 +423,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);
+  ballast::server::SetLogFormat(flags->log_format);
   // The holder needs a process without other threads, so it comes before everything that starts
   // one.
   if (flags->has_holder && !ballast::server::IsHeld()) {
@@ -445,18 +467,23 @@ int main(int argc, char** argv) {
     threads_bound = std::move(usable.bound);
   }
   (void)ballast::OutOfMemoryError();  // Made while there is memory for that.
+  // It outlives the engine.
+  ballast::server::LifeLog life([](const std::string& line) { spdlog::info("{}", line); });
   std::optional<ballast::Engine> made;
   const bool is_made = ballast::RunsInMemory([&] {
     made.emplace(
         ballast::EngineOptions{.memory_limit_bytes = flags->memory_limit_bytes,
                                .threads = flags->threads,
                                .warn = [](const std::string& line) { spdlog::warn("{}", line); },
+                               .tell = [&life](const auto& event) { life.Tell(event); },
                                .named_memory = memory.has_value() ? &*memory : nullptr,
                                .checkpoints = checkpoints->get(),
                                .goes_on = goes_on});
   });
   if (!is_made) FailWithJobs(ballast::OutOfMemoryError(), 1);
   ballast::Engine& engine = *made;
+  const ballast::PeriodicThread look_at_work("log-of-work", std::chrono::seconds(1),
+                                             [&] { life.Look(engine.ListActivities()); });
   // A probe that asks whether it lives need not wait for what it has to take over.
   ballast::server::StatusPage status_page(flags->status, engine.named_memory());
   const absl::Status visible = status_page.Start();
@@ -511,6 +538,10 @@ int main(int argc, char** argv) {
     const int signal = WaitForSignal(signals, engine, held->get(), **manager, status_page);
     // Left of a drain whose end was seen before its signal was taken.
     if (signal == DrainedSignal()) continue;
+    if (signal == ballast::server::FarewellSignal()) {
+      if (*held != nullptr) SayFarewell(engine, **server, **held);
+      continue;
+    }
     LogDrain(signal, engine, *flags);
     (*manager)->Saving("saving all jobs");
     exit_code = DrainUnlessGivenUp(signals, engine, **server, *flags, **manager, status_page,

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "server/holder/log_line.h"
+
 namespace ballast::server {
 namespace {
 
@@ -38,7 +40,7 @@ namespace {
   static char title[] = "ballastd: service";  // For ps, which shows the flags behind it.
   start.argv[0] = title;
   fexecve(start.program, start.argv, environ);
-  std::fprintf(stderr, "ballastd: cannot start the service: %s\n", std::strerror(errno));
+  LogLine(kErrorPriority, "cannot start the service: %s", std::strerror(errno));
   _exit(1);
 }
 

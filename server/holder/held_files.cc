@@ -162,6 +162,11 @@ void HeldFiles::StopRefused() {
   Send(socket_.number(), {.kind = HolderMessage::Kind::kStopRefused});
 }
 
+void HeldFiles::SaidFarewell() {
+  MutexLock lock(mutex_);
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kSaidFarewell});
+}
+
 void HeldFiles::CanTakeOver() {
   MutexLock lock(mutex_);
   Send(socket_.number(), {.kind = HolderMessage::Kind::kCanTakeOver});

@@ -41,6 +41,8 @@ class HeldFiles final : public FileKeeper {
   bool TakeStop();
   // It goes on, although it was asked to stop.
   void StopRefused();
+  // Its clients know that it is about to be replaced.
+  void SaidFarewell();
   // Of a program that is tried (trial.h).
   void CanTakeOver();
 

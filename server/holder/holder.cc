@@ -24,6 +24,7 @@
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "server/holder/child_start.h"
 #include "server/holder/holder_table.h"
+#include "server/holder/log_line.h"
 #include "server/holder/trial.h"
 
 namespace ballast::server {
@@ -31,6 +32,8 @@ namespace {
 
 // A child that served for so long had started well: its death is the first of a row.
 constexpr double kServedSeconds = 5;
+// Of a child that is about to be replaced.
+constexpr double kFarewellSeconds = 0.5;
 // Before the second start in a row, doubled from then on.
 constexpr int kPauseMs = 50;
 constexpr int kLongestPauseMs = 5000;
@@ -73,6 +76,7 @@ class Holder {
   bool FindProgram();
   bool StartChild();
   // Until the child has ended; its status as of waitpid.
+  int MillisecondsToWait() const;
   int AwaitEnd();
   void ReadSignals();
   void PassOn(int signal);
@@ -91,6 +95,7 @@ class Holder {
   // Of what upgrade_ says.
   void TakeUpUpgrade();
   void TryProgram();
+  void ReplaceChild();
   void EndTrial();
   void EndUpgrade(const char* why_not);
   void GoBack();
@@ -112,8 +117,9 @@ class Holder {
   Upgrade upgrade_ = Upgrade::kNone;
   bool asked_meanwhile_ = false;  // For another one, while one is under way.
   Trial trial_;
-  int stopping_ = 0;     // The last signal that was forwarded.
-  double ready_at_ = 0;  // 0: the child is not ready.
+  int stopping_ = 0;       // The last signal that was forwarded.
+  double ready_at_ = 0;    // 0: the child is not ready.
+  double replace_at_ = 0;  // When the child that is replaced has had its time; 0: none is.
 };
 
 bool Holder::Prepare() {
@@ -241,10 +247,10 @@ void Holder::ReadMessages() {
         if (descriptor > 0) {
           Keep(message, descriptor);
         } else {
-          std::fprintf(stderr,
-                       "ballastd: %s is not held, and would be lost with the service's process: "
-                       "there is no descriptor for it (see ulimit -n); save the jobs\n",
-                       message.name);
+          LogLine(kErrorPriority,
+                  "%s is not held, and would be lost with the service's process: "
+                  "there is no descriptor for it (see ulimit -n); save the jobs",
+                  message.name);
         }
         break;
       case HolderMessage::Kind::kDrop:
@@ -255,6 +261,9 @@ void Holder::ReadMessages() {
         break;
       case HolderMessage::Kind::kStopRefused:
         stopping_ = 0;
+        break;
+      case HolderMessage::Kind::kSaidFarewell:
+        ReplaceChild();
         break;
       case HolderMessage::Kind::kCanTakeOver:
         break;  // Of trials, on sockets of their own.
@@ -299,6 +308,12 @@ void Holder::PassOn(int signal) {
   kill(child_, signal);
 }
 
+int Holder::MillisecondsToWait() const {
+  if (trial_.running()) return trial_.milliseconds_left();
+  if (replace_at_ == 0) return -1;
+  return std::max(0, static_cast<int>(1e3 * (replace_at_ - SteadySeconds())) + 1);
+}
+
 int Holder::AwaitEnd() {
   for (;;) {
     if (trial_.Ended()) EndTrial();
@@ -310,8 +325,9 @@ int Holder::AwaitEnd() {
                       {.fd = trial_.output(), .events = POLLIN, .revents = 0}};
     // It only waits: nothing that is read below blocks, so what it returns does not matter. A
     // descriptor of -1 is passed over.
-    poll(waits, 3, trial_.running() ? trial_.milliseconds_left() : -1);
+    poll(waits, 3, MillisecondsToWait());
     if (socket_ >= 0) ReadMessages();
+    if (replace_at_ > 0 && SteadySeconds() >= replace_at_) ReplaceChild();
     ReadSignals();
     if (!child_ended_) continue;
     child_ended_ = false;
@@ -352,7 +368,15 @@ void Holder::EndTrial() {
   program_ = trial_.TakeProgram();
   // At whatever instant: what it leaves is taken over as after a death.
   upgrade_ = Upgrade::kReplacing;
-  kill(child_, SIGKILL);
+  // It tells its clients first, so that they know this from a death. It need not: what does not
+  // answer is replaced all the same.
+  replace_at_ = SteadySeconds() + kFarewellSeconds;
+  kill(child_, FarewellSignal());
+}
+
+void Holder::ReplaceChild() {
+  replace_at_ = 0;
+  if (upgrade_ == Upgrade::kReplacing && child_ > 0) kill(child_, SIGKILL);
 }
 
 // Null: the new program serves.
@@ -363,8 +387,7 @@ void Holder::EndUpgrade(const char* why_not) {
   table_->has_upgraded = why_not == nullptr;
   std::snprintf(table_->why_not, sizeof(table_->why_not), "%s", why_not == nullptr ? "" : why_not);
   if (why_not != nullptr) {
-    std::fprintf(stderr, "ballastd: not upgraded, and the service goes on as it was: %s\n",
-                 why_not);
+    LogLine(kErrorPriority, "not upgraded, and the service goes on as it was: %s", why_not);
   }
   // Who asked returns now, and finds that line.
   std::atomic_ref<uint32_t>(table_->upgrades).fetch_add(1, std::memory_order_release);
@@ -401,7 +424,7 @@ void Holder::Pause(int milliseconds) {
 int Holder::Run() {
   for (int deaths = 0, failures = 0;;) {
     if (!StartChild()) {
-      std::fprintf(stderr, "ballastd: cannot start the service: %s\n", std::strerror(errno));
+      LogLine(kErrorPriority, "cannot start the service: %s", std::strerror(errno));
       if (!HoldsJobs()) return 1;
       PauseAfter(++failures);
       continue;
@@ -415,6 +438,7 @@ int Holder::Run() {
     if (by_itself && stopping_ != 0) return WEXITSTATUS(status);
     // However it ended: by that SIGKILL, or otherwise just before.
     if (upgrade_ == Upgrade::kReplacing) {  // No death.
+      replace_at_ = 0;
       upgrade_ = Upgrade::kStarting;
       deaths = 0;
       continue;
@@ -426,10 +450,10 @@ int Holder::Run() {
     // Nothing is lost with it, and who started the service should get the code of a wrong start.
     if (by_itself && !HoldsJobs()) return WEXITSTATUS(status);
     if (by_itself && ready_at_ == 0) {  // No full disk, say, is worth the end of jobs.
-      std::fprintf(stderr,
-                   "ballastd: the service could not start (code %d, for the reason above); what it "
-                   "had is held, and it is tried again until it can\n",
-                   WEXITSTATUS(status));
+      LogLine(kErrorPriority,
+              "the service could not start (code %d, for the reason above); what it "
+              "had is held, and it is tried again until it can",
+              WEXITSTATUS(status));
       PauseAfter(++failures);
       continue;
     }
@@ -440,19 +464,18 @@ int Holder::Run() {
     const char* const how = by_itself ? "with code" : "by signal";
     const int number = by_itself ? WEXITSTATUS(status) : WTERMSIG(status);
     if (options_.most_deaths > 0 && deaths >= options_.most_deaths) {
-      std::fprintf(stderr,
-                   "ballastd: the service ended %s %d, the %dth time in a row; it is not started "
-                   "again%s\n",
-                   how, number, deaths,
-                   options_.holds_jobs
-                       ? ", and what it held is lost: go on from the last checkpoint"
-                       : "; its jobs stay in the directory of --state-dir");
+      LogLine(kErrorPriority,
+              "the service ended %s %d, the %dth time in a row; it is not started "
+              "again%s",
+              how, number, deaths,
+              options_.holds_jobs ? ", and what it held is lost: go on from the last checkpoint"
+                                  : "; its jobs stay in the directory of --state-dir");
       return by_itself ? number : 128 + number;
     }
-    std::fprintf(stderr,
-                 "ballastd: the service ended %s %d; it is started again over the memory that it "
-                 "left\n",
-                 how, number);
+    LogLine(kErrorPriority,
+            "the service ended %s %d; it is started again over the memory that it "
+            "left",
+            how, number);
     PauseAfter(deaths);
   }
 }
@@ -464,8 +487,8 @@ bool IsHeld() { return std::getenv(kHolderVariable) != nullptr; }
 int RunHolder(char** argv, const HolderOptions& options) {
   Holder holder(argv, options);
   if (holder.Prepare()) return holder.Run();
-  std::fprintf(stderr, "ballastd: cannot hold memory: %s; --holder=none does without\n",
-               std::strerror(errno));
+  LogLine(kErrorPriority, "cannot hold memory: %s; --holder=none does without",
+          std::strerror(errno));
   return 1;
 }
 

@@ -5,6 +5,8 @@
 #ifndef BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
 #define BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
 
+#include <signal.h>
+
 #include <cstdint>
 
 namespace ballast::server {
@@ -40,7 +42,14 @@ struct HolderTable {
 
 // One packet; kKeep carries the descriptor.
 struct HolderMessage {
-  enum class Kind : uint32_t { kKeep, kDrop, kReady, kStopRefused, kCanTakeOver };
+  enum class Kind : uint32_t {
+    kKeep,
+    kDrop,
+    kReady,
+    kStopRefused,
+    kSaidFarewell,  // It may be replaced now.
+    kCanTakeOver
+  };
   Kind kind;
   uint32_t state_format;  // Of kReady.
   char name[kHeldNameBytes];
@@ -58,6 +67,9 @@ inline constexpr char kTrialArgument[] = "--check-state=held";
 
 // What a SIGHUP carries that asks for an upgrade, wherever the service was started from.
 inline constexpr int kUpgradeAsked = 0x42616c;
+
+// To the child, which is about to be replaced: it tells its clients so, and says kSaidFarewell.
+inline int FarewellSignal() { return SIGRTMIN + 1; }
 
 }  // namespace ballast::server
 

@@ -106,6 +106,7 @@ void AddSaves(const JobStatus& status, v1::Job& message) {
     to.set_written_bytes(from.written_bytes);
     to.set_size_bytes(from.size_bytes);
     to.set_holds_back_decisions(from.holds_back_decisions);
+    to.set_makes_memory(from.makes_memory);
   }
 }
 
@@ -142,6 +143,9 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
   brief.keep_previous = spec.keep_previous;
   return proto::ToProto(brief);
 }
+
+// Of a job that are shown. Each may name a directory.
+constexpr int kMostActivities = 4;
 
 // A negative number has the longest varint.
 constexpr int kLongest = -1;
@@ -211,10 +215,10 @@ size_t LargestMessageBytes(const JobSpec& spec) {
   constexpr size_t kEntryBytes = 8;  // Tag and length of an entry of a list.
   // Ids, counts, memory, why it is broken, and the rest of an AttachWorkerResponse.
   constexpr size_t kOthersBytes = 2048;
-  // Of saves that are under way, of a checkpoint that was found, and of one of which a load did not
+  // Of saves and other work that is under way, of a checkpoint that was found, and of one of which a load did not
   // end: the path of a directory has at most 4096 bytes.
   // Saves that were asked for and others have kMostSaves each.
-  constexpr size_t kPathsBytes = (2 * kMostSaves + 2) * (4096 + 128);
+  constexpr size_t kPathsBytes = (2 * kMostSaves + kMostActivities + 2) * (4096 + 256);
   v1::Job message = proto::ToProto(spec);
   for (v1::Parameter& parameter : *message.mutable_parameters()) {
     parameter.set_offset(kLongest);
@@ -263,8 +267,14 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   AddSpeculation(status, *message.mutable_speculation());
   AddRanks(status, message);
   AddSaves(status, message);
-  // Who has to mend a broken job needs to know what it can go on from.
-  if (status.phase == JobPhase::kBroken) AddFoundCheckpoint(engine, job, message);
+  for (const Activity& activity : status.activities) {
+    if (message.activities_size() == kMostActivities) break;  // More loads may be queued.
+    *message.add_activities() = proto::ToProto(activity);
+  }
+  // Whoever begins a job, or has to mend a broken one, needs to know what it can go on from.
+  if (status.phase == JobPhase::kBroken || status.phase == JobPhase::kAwaitingWeights) {
+    AddFoundCheckpoint(engine, job, message);
+  }
   AddGroups(job, status, message);
   for (const StepRecord& record : status.recent_steps) {
     *message.add_recent_steps() = StepMessage(record);
@@ -272,6 +282,17 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   for (int p = 0; p < message.parameters_size(); ++p) {
     message.mutable_parameters(p)->set_offset(job.layout().place(p).offset);
     message.mutable_parameters(p)->set_update_count(status.update_counts[p]);
+  }
+  return message;
+}
+
+v1::Job CreatingMessage(const Engine& engine, const Job& job) {
+  v1::Job message = Description(job.spec(), /*with_parameters=*/false);
+  message.set_uid(job.uid());
+  message.set_instance_id(engine.instance_id());
+  message.set_phase(v1::CREATING);
+  for (const Activity& activity : engine.ListActivities()) {
+    if (activity.job == job.spec().name) *message.add_activities() = proto::ToProto(activity);
   }
   return message;
 }

@@ -12,6 +12,9 @@ namespace ballast::server {
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters);
 
+// Of a job that is being created, as Engine::JobsBeingCreated has it.
+v1::Job CreatingMessage(const Engine& engine, const Job& job);
+
 // Puts what is known to be saved under the job's name into the message. False: nothing is.
 bool AddFoundCheckpoint(const Engine& engine, const Job& job, v1::Job& message);
 

@@ -2,12 +2,15 @@
 
 #include <spdlog/spdlog.h>
 
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/frame.h"
@@ -64,8 +67,17 @@ v1::Job CreatedMessage(const Engine& engine, const Job& job) {
 
 absl::StatusOr<v1::Job> Get(const Engine& engine, const Caller& caller,
                             const v1::GetJobRequest& request) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, caller, request.name()));
-  return ToMessage(engine, *job, request.with_parameters());
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine, caller, request.name());
+  if (job.ok()) return ToMessage(engine, **job, request.with_parameters());
+  if (ReasonOf(job.status()) != reason::kJobBeingCreated) return job.status();
+  for (const std::shared_ptr<const Job>& creating : engine.JobsBeingCreated()) {
+    if (proto::JobName(creating->spec().name) != request.name()) continue;
+    return CreatingMessage(engine, *creating);
+  }
+  // It has its memory by now, or there was none for it.
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> made,
+                           FindJob(engine, caller, request.name()));
+  return ToMessage(engine, *made, request.with_parameters());
 }
 
 // Offers memory to a process that has just attached. One that reopens its stream has it already.
@@ -118,6 +130,19 @@ absl::StatusOr<v1::ParamGroup> Update(const Engine& engine, const Caller& caller
 // A page is smaller than what clients accept that do not say how much they do, 4 MiB.
 constexpr size_t kPageBytes = size_t{3} << 20;
 
+using JobsByName = std::map<std::string, std::shared_ptr<const Job>>;
+
+// What is under way beside those jobs, and is the caller's to see: what is of no job, only where all
+// jobs are.
+void AddActivities(const Engine& engine, const Caller& caller, const JobsByName& jobs,
+                   v1::ListJobsResponse& response) {
+  for (const Activity& activity : engine.ListActivities()) {
+    if (jobs.contains(activity.job)) continue;
+    if (!caller.MayUse(activity.job)) continue;
+    *response.add_activities() = proto::ToProto(activity);
+  }
+}
+
 // Those that the caller may see.
 v1::ListJobsResponse List(const Engine& engine, const Caller& caller, const std::string& after) {
   v1::ListJobsResponse response;
@@ -125,11 +150,22 @@ v1::ListJobsResponse List(const Engine& engine, const Caller& caller, const std:
   response.set_memory_used_bytes(engine.memory().used_bytes());
   response.set_memory_limit_bytes(engine.memory().limit_bytes());
   size_t page_bytes = 0;
-  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+  std::set<std::string> being_created;
+  // By name, and of one name in both lists, which is ready by now, only that.
+  JobsByName jobs;
+  const std::vector<std::shared_ptr<const Job>> creating = engine.JobsBeingCreated();
+  for (const std::shared_ptr<Job>& job : engine.ListJobs()) jobs[job->spec().name] = job;
+  for (const std::shared_ptr<const Job>& job : creating) {
+    if (jobs.try_emplace(job->spec().name, job).second) being_created.insert(job->spec().name);
+  }
+  if (after.empty()) AddActivities(engine, caller, jobs, response);
+  for (const auto& [name, job] : jobs) {
     // Jobs come by name, so a page goes on behind a name even if that job is closed by now.
-    if (!after.empty() && job->spec().name <= after) continue;
-    if (!caller.MayUse(job->spec().name)) continue;
-    v1::Job message = ToMessage(engine, *job, /*with_parameters=*/false);
+    if (!after.empty() && name <= after) continue;
+    if (!caller.MayUse(name)) continue;
+    v1::Job message = being_created.contains(name)
+                          ? CreatingMessage(engine, *job)
+                          : ToMessage(engine, *job, /*with_parameters=*/false);
     page_bytes += message.ByteSizeLong();
     if (page_bytes > kPageBytes && response.jobs_size() > 0) {
       const std::string& last = response.jobs(response.jobs_size() - 1).name();

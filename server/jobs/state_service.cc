@@ -276,11 +276,15 @@ grpc::ServerUnaryReactor* StateService::VerifyCheckpoints(grpc::CallbackServerCo
 }
 
 void StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request) {
-  const absl::StatusOr<std::string> path = PathOf(call.caller(), request.directory());
+  const std::string& directory = request.directory();
+  const absl::StatusOr<std::string> path = PathOf(call.caller(), directory);
   if (!path.ok()) return call.End(path.status());
+  // A folder of checkpoints has its job's name.
+  const std::string job = IsCheckpointName(directory) ? FolderOf(directory) : "";
   call.Await<std::vector<FoundCheckpoint>>(
       [&](Done<std::vector<FoundCheckpoint>> done) {
-        return engine_.LookForCheckpoints({.path = *path, .verified = true}, std::move(done));
+        return engine_.LookForCheckpoints({.path = *path, .verified = true, .job = job},
+                                          std::move(done));
       },
       [this](const std::vector<FoundCheckpoint>& found)
           -> absl::StatusOr<v1::ListCheckpointsResponse> {

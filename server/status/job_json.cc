@@ -82,9 +82,23 @@ json SavesJson(const JobStatus& status) {
                      {"seconds_since_progress", Rounded(save.seconds_since_progress)},
                      {"written_bytes", save.written_bytes},
                      {"size_bytes", save.size_bytes},
-                     {"holds_back_decisions", save.holds_back_decisions}});
+                     {"holds_back_decisions", save.holds_back_decisions},
+                     {"makes_memory", save.makes_memory}});
   }
   return saves;
+}
+
+json ActivityJson(const Activity& activity) {
+  return {{"job", activity.job},
+          {"line", ToLine(activity)},
+          {"done", activity.done_bytes},
+          {"total", activity.total_bytes}};
+}
+
+json ActivitiesJson(const std::vector<Activity>& activities) {
+  json all = json::array();
+  for (const Activity& activity : activities) all.push_back(ActivityJson(activity));
+  return all;
 }
 
 json GroupJson(const Job& job, const JobStatus& status, size_t group) {
@@ -164,7 +178,8 @@ json GlanceJson(const Job& job, const JobStatus& status) {
           {"last_step_seconds", status.recent_steps.empty()
                                     ? json()
                                     : json(Rounded(status.recent_steps.back().times.total()))},
-          {"saves", SavesJson(status)}};
+          {"saves", SavesJson(status)},
+          {"activities", ActivitiesJson(status.activities)}};
 }
 
 }  // namespace
@@ -185,7 +200,15 @@ json ServiceJson(const Engine& engine, const Server& server, const ServiceHistor
     }
     glance["norms"] = std::move(norms);
   }
+  // Of jobs that are being created, too, which are in no other list; all those of no job only where
+  // the viewer may look at all jobs.
+  json activities = json::array();
+  for (const Activity& activity : engine.ListActivities()) {
+    if (viewer.has_value() && !viewer->MayUse(activity.job)) continue;
+    activities.push_back(ActivityJson(activity));
+  }
   return {{"version", BallastVersion()},
+          {"activities", std::move(activities)},
           {"kernel", KernelTarget()},
           {"instance", engine.instance_id()},
           {"process", getpid()},

@@ -322,7 +322,7 @@ void AddSaves(const Job& job, const JobStatus& status, const CheckpointDirectory
   to.Gauge("ballast_saves_in_progress", "Saves that are under way.", of_job,
            static_cast<double>(status.saves.size()));
   to.Gauge("ballast_save_left_bytes", "What they have still to write.", of_job, left_bytes);
-  to.Gauge("ballast_save_stalled_seconds", "The longest time that one of them wrote nothing.",
+  to.Gauge("ballast_save_stalled_seconds", "The longest time that one of them got no further.",
            of_job, stalled);
   to.Gauge("ballast_save_holds_back", "1: decisions wait for a save.", of_job, holds_back ? 1 : 0);
 }

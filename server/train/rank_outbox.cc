@@ -151,6 +151,11 @@ void RankOutbox::RecordSent() {
 
 void RankOutbox::Cancelled() { EndWith(GoneError("worker")); }
 
+absl::Status RankOutbox::end() {
+  MutexLock lock(mutex_);
+  return end_.value_or(absl::OkStatus());
+}
+
 void RankOutbox::Close() {
   // Before the lock, so that it is given up after it: it may be the last reference to the job.
   std::shared_ptr<Job> job;

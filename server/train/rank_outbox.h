@@ -71,7 +71,9 @@ class RankOutbox final : public RankListener {
 
   void WriteDone(bool ok);
   void Cancelled();
-  // After the stream's end: gives up the job.
+  // After the stream's end: what ended it, OK if that was the worker, as it closed its side.
+  absl::Status end();
+  // Then: gives up the job.
   void Close();
 
   // The worker seals `step`. From then on, unless the seal is refused, it only waits, so the step's

@@ -93,6 +93,13 @@ void TrainStream::OnCancel() {
 void TrainStream::OnDone() {
   // First: a look may be in GiveUp, and this waits for its end.
   watched_->Ended();
+  if (rank_stream_ != nullptr) {
+    (void)GuardedRun([&] {
+      const absl::Status end = outbox_->end();
+      rank_stream_->EndsBecause(end.ok() ? "its process has closed the stream"
+                                         : std::string(end.message()));
+    });
+  }
   rank_stream_.reset();  // Detaches the outbox.
   outbox_->Close();
   pools_.LetGo(std::move(job_));

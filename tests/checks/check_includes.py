@@ -29,9 +29,9 @@ ALLOWED = {
 # The rooms of a module, top first. "front" is the headers at its root; the sources there are above all.
 ROOMS = {
     "cpu_optimizer_service": ("front", "job", "job/step", "state", "gradients", "kernels", "host", "common/history",
-                              "common/plan", "common/system", "common/limits", "common/text", "common"),
+                              "common/plan", "common/text", "common/system", "common/limits", "common"),
     "server": ("ballastd", "holder", "status", "jobs", "train", "shared_memory", "front", "access"),
-    "client": ("cli/support", "cli", "c_api", "session", "transport", "front"),
+    "client": ("cli/support", "cli", "cli/terminal", "c_api", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",
                    "collective", "base"),
 }

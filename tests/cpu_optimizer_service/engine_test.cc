@@ -11,6 +11,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "tests/cpu_optimizer_service/host/keeper_for_two.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
@@ -18,6 +19,7 @@
 namespace ballast {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 // Counts what is asked of it, to show that a refusal comes before any allocation.
@@ -156,7 +158,10 @@ TEST(Engine, AJobThatIsBeingCreatedIsWaitedForByWhoWantsTheSame) {
   };
   while (!arenas.asked.try_wait()) std::this_thread::yield();
   EXPECT_EQ(engine.FindJob("a").status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ReasonOf(engine.FindJob("a").status()), reason::kJobBeingCreated);
   EXPECT_TRUE(engine.ListJobs().empty());
+  ASSERT_EQ(engine.JobsBeingCreated().size(), 1u);
+  EXPECT_EQ(engine.JobsBeingCreated()[0]->spec().name, "a");
   ask_again(MakeJobSpec({}, "a"));
   EXPECT_TRUE(again.empty());
   ask_again(MakeJobSpec({.chunk_elements = 512}, "a"));
@@ -169,6 +174,56 @@ TEST(Engine, AJobThatIsBeingCreatedIsWaitedForByWhoWantsTheSame) {
   EXPECT_EQ(*first, *again[1]);
   EXPECT_EQ(engine.CreateJob(MakeJobSpec({}, "a")).status().code(),
             absl::StatusCode::kAlreadyExists);
+}
+
+// Looks at the engine between the arenas of a job.
+class WatchedArenas : public CountingArenas {
+ public:
+  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                Touch touch) override {
+    for (Activity& activity : engine->ListActivities()) seen.push_back(std::move(activity));
+    return CountingArenas::Create(bytes, label, touch);
+  }
+  Engine* engine = nullptr;
+  std::vector<Activity> seen;
+};
+
+TEST(Engine, ShowsHowFarItIsWithTheMemoryOfAJob) {
+  WatchedArenas arenas;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .arenas = &arenas});
+  arenas.engine = &engine;
+  const JobSpec spec = MakeJobSpec({.group_sizes = {{100000}}}, "a");
+  ASSERT_TRUE(engine.CreateJob(spec).ok());
+  const MemoryNeed need = NeedOf(spec, Layout::Create(spec.layout).value());
+  // The state comes first, and then the gradients.
+  ASSERT_GE(arenas.seen.size(), 2u);
+  EXPECT_EQ(arenas.seen[0].kind, ActivityKind::kMakingMemory);
+  EXPECT_EQ(arenas.seen[0].job, "a");
+  EXPECT_EQ(arenas.seen[0].done_bytes, 0);
+  EXPECT_EQ(arenas.seen[0].total_bytes, need.total_bytes());
+  EXPECT_EQ(arenas.seen[1].done_bytes, need.state_bytes);
+  EXPECT_TRUE(engine.ListActivities().empty());
+}
+
+TEST(Engine, TellsTheLifeOfAJobOnceEach) {
+  std::vector<std::string> told;
+  Engine engine(
+      {.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .tell = [&](const JobEvent& event) {
+         told.push_back(absl::StrCat(event.job, " ", event.rank, " ", event.text));
+       }});
+  {
+    JobDriver driver(engine, MakeJobSpec({.group_sizes = {{1000}}, .chunk_elements = 512}, "a"));
+    driver.UploadWeights();
+    driver.AttachAll();
+    driver.Step(1);
+    driver.Step(2);
+  }
+  ASSERT_TRUE(engine.CloseJob("a").ok());
+  EXPECT_THAT(told,
+              ElementsAre(HasSubstr("a -1 created for 1 ranks: 1 parameters"),
+                          HasSubstr("a -1 has all first weights"),
+                          HasSubstr("a 0 rank 0 attached: process "),
+                          HasSubstr("a 0 rank 0 is gone: "), HasSubstr("a -1 closed at step 2")));
 }
 
 TEST(Engine, WhoWaitsForAJobThatCannotBeCreatedIsToldWhy) {

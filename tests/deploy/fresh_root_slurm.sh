@@ -91,7 +91,7 @@ as trainer ballast job long --service="$address" >/dev/null || fault "its own us
 if as stranger ballast jobs --service="$address" >/dev/null 2>&1; then fault "another user of the node reaches it"; fi
 scancel --signal=USR1 --batch "$job"
 await 60 "it was not stopped and saved" grep -q 'stopped and saved' long.out
-saved=$(grep -o 'saved job long at step [0-9]*' ballast-long/ballastd.log | grep -o '[0-9]*$')
+saved=$(grep -o 'job long: saved step [0-9]*' ballast-long/ballastd.log | grep -o '[0-9]*$')
 ((saved >= 20 && saved < 400)) || fault "saved at step $saved"
 await 240 "job $job did not complete" over "$job" COMPLETED
 [[ $(scontrol show job "$job" | grep -o 'Restarts=[0-9]*') == Restarts=1 ]] || fault "it was not started again"

@@ -113,6 +113,9 @@ class Upgrades(unittest.TestCase):
             # The last one may have come when the run was over, and its job still there.
             self.assertIn(read(service.log).count(f"after an upgrade: job {run.job} is back at step"), (fell, fell + 1))
             self.assertEqual(run.restarts(), 0)
+            for rank in range(2):
+                self.assertNotIn("process died", run.log(rank))
+                self.assertGreaterEqual(run.log(rank).count("has restarted as planned"), fell)
             self.assertEqual(difference(result_of(run, service), undisturbed), "", run.story() + tail(service.log, 40))
         self.assertNotIn("cannot be taken over", read(service.log))
         self.assertNotIn("the service ended", read(service.log))

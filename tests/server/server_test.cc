@@ -10,10 +10,16 @@
 
 #include <cstring>
 #include <filesystem>
+#include <latch>
+#include <memory>
+#include <thread>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "proto/status.h"
 #include "server/call_pool.h"
 #include "server/stream_watch.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/server/tiny_job.h"
 
 namespace ballast::server {
@@ -64,6 +70,86 @@ TEST(Server, ListensBeyondThisHostOnlyIfToldThatThisIsInsecure) {
   EXPECT_THAT(std::string(refused.status().message()),
               AllOf(HasSubstr("0.0.0.0:0"), HasSubstr("--insecure")));
   EXPECT_TRUE(Server::Start(engine, {.listen = {"0.0.0.0:0"}, .insecure = true}).ok());
+}
+
+// Holds up the memory of a job until the test lets it go on.
+class SlowArenas final : public ArenaFactory {
+ public:
+  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                Touch touch) override {
+    asked.count_down();
+    goes_on.wait();
+    return arenas_->Create(bytes, label, touch);
+  }
+  std::latch asked{1};
+  std::latch goes_on{1};
+
+ private:
+  std::unique_ptr<ArenaFactory> arenas_ = MakeAnonymousArenaFactory();
+};
+
+TEST(Server, ShowsAJobThatIsBeingCreatedAndHowFarItIs) {
+  SlowArenas arenas;
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1, .arenas = &arenas});
+  const auto server = Server::Start(engine, {});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto jobs = v1::JobService::NewStub((*server)->InProcessChannel());
+  std::thread creates([&] { EXPECT_TRUE(engine.CreateJob(MakeJobSpec({}, "slow")).ok()); });
+  while (!arenas.asked.try_wait()) std::this_thread::yield();
+  v1::GetJobRequest get;
+  get.set_name("jobs/slow");
+  v1::Job job;
+  {
+    grpc::ClientContext context;
+    EXPECT_TRUE(jobs->GetJob(&context, get, &job).ok());
+  }
+  EXPECT_EQ(job.phase(), v1::CREATING);
+  ASSERT_EQ(job.activities_size(), 1);
+  EXPECT_EQ(job.activities(0).kind(), v1::MAKING_MEMORY);
+  EXPECT_EQ(job.activities(0).job(), "jobs/slow");
+  EXPECT_GT(job.activities(0).total_bytes(), 0);
+  v1::ListJobsResponse list;
+  {
+    grpc::ClientContext context;
+    EXPECT_TRUE(jobs->ListJobs(&context, {}, &list).ok());
+  }
+  ASSERT_EQ(list.jobs_size(), 1);
+  EXPECT_EQ(list.jobs(0).phase(), v1::CREATING);
+  EXPECT_EQ(list.activities_size(), 0);  // They are the job's.
+  {
+    grpc::ClientContext context;
+    v1::AttachWorkerRequest attach;
+    attach.set_name("jobs/slow");
+    attach.set_process_id("p");
+    v1::AttachWorkerResponse attached;
+    const grpc::Status refused = jobs->AttachWorker(&context, attach, &attached);
+    EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNAVAILABLE);
+    EXPECT_EQ(ReasonOf(proto::FromGrpc(refused)), reason::kJobBeingCreated);
+  }
+  arenas.goes_on.count_down();
+  creates.join();
+  {
+    grpc::ClientContext context;
+    EXPECT_TRUE(jobs->GetJob(&context, get, &job).ok());
+  }
+  EXPECT_EQ(job.phase(), v1::AWAITING_WEIGHTS);
+  EXPECT_EQ(job.activities_size(), 0);
+}
+
+TEST(Server, SaysFarewellToItsStreamsBeforeItIsReplaced) {
+  ServiceForTests service;
+  CreateTinyJob(service, "tiny");
+  TestWorker worker(service, "tiny", 0, Codec::kFrames);
+  ASSERT_TRUE(worker.Attach().ok());
+  worker.OpenStream();
+  service.engine().SayFarewell();
+  EXPECT_EQ(ReasonOf(proto::FromGrpc(worker.ReadUntilEnd())), reason::kRestarting);
+  v1::GetJobRequest get;
+  get.set_name("jobs/tiny");
+  v1::Job job;
+  grpc::ClientContext context;
+  EXPECT_EQ(ReasonOf(proto::FromGrpc(service.jobs().GetJob(&context, get, &job))),
+            reason::kRestarting);
 }
 
 // Calls a standard service, whose messages the distribution does not install.

@@ -25,7 +25,8 @@ constexpr size_t kMostThreads = 8;  // By then the memory is the limit.
 
 }  // namespace
 
-int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
+int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes,
+                  const std::function<void(size_t)>& made) {
   std::atomic<size_t> next = 0;  // First byte that no thread has taken.
   std::atomic<int> failed = 0;
   const auto work = [&] {
@@ -40,6 +41,7 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
       } while (result != 0 && errno == EINTR);
       // One of several errors is enough. The other threads see it before their next piece.
       if (result != 0) failed = errno;
+      if (result == 0 && made) made(piece);
     }
   };
   const size_t pieces = DivideUp(bytes, piece_bytes);

@@ -4,6 +4,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_POPULATE_PAGES_H_
 
 #include <cstddef>
+#include <functional>
 
 namespace ballast {
 
@@ -12,7 +13,9 @@ inline constexpr size_t kPopulatePieceBytes = size_t{64} << 20;
 // As madvise(MADV_POPULATE_WRITE), piece by piece: 0, or the errno of a piece that failed, after
 // which no further one is begun. EINVAL: a kernel before 5.14. `memory` begins a page; pieces are
 // whole pages.
-int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes = kPopulatePieceBytes);
+// `made` is told the size of each piece that is there, on any of the threads.
+int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes = kPopulatePieceBytes,
+                  const std::function<void(size_t piece_bytes)>& made = nullptr);
 
 }  // namespace ballast
 

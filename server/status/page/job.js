@@ -1,6 +1,6 @@
 // One job: its ranks, charts, memory, groups, parameters, the timeline of a step, checkpoints.
 import { histogram } from "./charts.js";
-import { ask, fact, overdue, perSecond, rate, stateOf, trouble } from "./service.js";
+import { ask, fact, overdue, perSecond, rate, stateOf, trouble, work } from "./service.js";
 import { Steps } from "./steps.js";
 import { bytes, card, count, element, morph, plural, real, seconds } from "./text.js";
 import { Timeline } from "./timeline.js";
@@ -210,6 +210,7 @@ export class JobView {
         [["ranks", "Ranks"], ["charts", "Steps"], ["memory", "Memory"], ["checkpoints", "Checkpoints"], ["groups", "Groups"],
           ["parameters", "Parameters"], ["timeline", "Timeline"]].map(([id, text]) => element("a", { href: `#${id}` }, text))),
       element("div", { role: "status", id: "trouble" }, why ? element("p", { class: `note ${why[1]}` }, element("strong", null, why[0])) : null),
+      work(job.activities),
       element("dl", { class: `facts of${8 + this.steps.facts.length}` },
         fact("Step", count(job.committed_step)),
         fact("Pace", perSecond(rate(job.uid, job.committed_step))),

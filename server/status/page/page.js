@@ -2,7 +2,7 @@
 // "/" lists the jobs, "/?job=NAME" shows one.
 import { JobView } from "./job.js";
 import { spark } from "./charts.js";
-import { ask, fact, hasToken, keepToken, meter, perSecond, rate, stateOf, trouble } from "./service.js";
+import { ask, fact, hasToken, keepToken, meter, perSecond, rate, stateOf, trouble, work } from "./service.js";
 import { bytes, count, element, morph, seconds } from "./text.js";
 
 const EVERY_MS = 1000;
@@ -30,6 +30,7 @@ class ServiceView {
           element("small", null, ` of ${updates.threads}`)], meter(busy ?? 0, updates.threads)),
         fact("Running for", seconds(Date.now() / 1000 - service.started)),
         service.deaths ? fact("Deaths", count(service.deaths)) : null),
+      work(service.activities, (activity) => activity.job),
       jobs.length === 0
         ? element("p", { class: "card quiet" }, "No job yet. A worker creates one when it starts.")
         : element("ul", { class: "jobs" }, jobs.map((job) => this.row(job)))));

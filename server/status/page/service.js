@@ -77,6 +77,8 @@ export function trouble(job) {
       `others have waited for ${seconds(job.seconds_since_first_seal)}.`, "wait"];
   }
   if (job.seconds_open > 30) return [`The step in progress is open for ${seconds(job.seconds_open)}, and no rank has sealed it.`, "wait"];
+  const makes = job.saves.find((save) => save.makes_memory);
+  if (makes) return [`Steps wait until there is memory for second versions, for the save to ${makes.directory}.`, "wait"];
   const held = job.saves.find((save) => save.holds_back_decisions);
   if (held) return [`Steps wait for the save to ${held.directory}: memory had no room for second versions.`, "wait"];
   const hung = job.saves.find((save) => save.seconds_since_progress > 10);
@@ -86,6 +88,14 @@ export function trouble(job) {
     return [`${plural(job.world_size - job.attached, "rank has", "ranks have")} no process.`, "wait"];
   }
   return null;
+}
+
+// Long work that is under way, a line and a bar each; null if there is none.
+export function work(activities, name = () => "") {
+  if (activities.length === 0) return null;
+  return element("ul", { class: "card work", "aria-label": "Under way" }, activities.map((activity) =>
+    element("li", null, name(activity) ? element("strong", null, `${name(activity)} `) : null, activity.line, " ",
+      activity.total > 0 ? element("span", { class: "bar" }, element("i", { "width%": Math.min(100, (100 * activity.done) / activity.total) })) : null)));
 }
 
 export function fact(label, value, more) {

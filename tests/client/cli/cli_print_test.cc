@@ -370,7 +370,7 @@ TEST(Dump, SurvivesBytesThatAreNotText) {
   EXPECT_TRUE(nlohmann::json::accept(Dump(ToJson(job))));
 }
 
-TEST(JobText, ADiskThatHangsIsSaidToHang) {
+TEST(JobText, SaysWhatASaveDoesAndNoCauseThatIsNotKnown) {
   v1::Job job = ExampleJob();
   job.set_phase(v1::SEALED);
   EXPECT_THAT(JobText(job), HasSubstr("sealed; step 13 is being decided"));
@@ -388,11 +388,39 @@ TEST(JobText, ADiskThatHangsIsSaidToHang) {
   save.set_holds_back_decisions(true);
   EXPECT_THAT(
       JobText(job),
-      testing::AllOf(HasSubstr("nothing was written for 61 s: its disk is very slow, or hangs"),
-                     HasSubstr("steps wait for it"),
+      testing::AllOf(HasSubstr("nothing was written for 61 s; steps wait for it, because there is "
+                               "no memory for second versions\n"),
                      HasSubstr("sealed; step 13 waits for the save to /saved/gpt"),
                      Not(HasSubstr("being decided"))));
   EXPECT_EQ(ToJson(job)["saves"][0]["seconds_since_progress"], 61);
+  save.set_makes_memory(true);
+  v1::Activity& activity = *job.add_activities();
+  activity.set_kind(v1::MAKING_SECOND_VERSIONS);
+  activity.set_done_bytes(int64_t{2} << 30);
+  activity.set_total_bytes(int64_t{3} << 30);
+  EXPECT_THAT(JobText(job),
+              testing::AllOf(HasSubstr("no memory was made for 61 s; steps wait until there is "
+                                       "memory for second versions\n"),
+                             HasSubstr("making memory for second versions: 2 of 3 GiB\n"),
+                             Not(HasSubstr("there is no memory"))));
+  EXPECT_EQ(ToJson(job)["activities"][0]["kind"], "making_second_versions");
+}
+
+TEST(JobText, AJobThatIsBeingCreatedHasNothingButItsProgress) {
+  v1::ListJobsResponse list;
+  v1::Job& job = *list.add_jobs();
+  job.set_name("jobs/gpt");
+  job.set_phase(v1::CREATING);
+  v1::Activity& activity = *job.add_activities();
+  activity.set_kind(v1::MAKING_MEMORY);
+  activity.set_job("jobs/gpt");
+  activity.set_done_bytes(int64_t{2} << 30);
+  activity.set_total_bytes(int64_t{6} << 30);
+  EXPECT_THAT(JobText(job), testing::AllOf(HasSubstr("creating"), Not(HasSubstr("generation")),
+                                           HasSubstr("making its memory: 2 of 6 GiB\n")));
+  EXPECT_THAT(
+      JobsText(list),
+      testing::AllOf(HasSubstr("creating"), HasSubstr("gpt: making its memory: 2 of 6 GiB\n")));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "client/session/session_impl.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "proto/convert.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/fake_transport.h"
@@ -18,7 +19,8 @@ class JoinTest : public testing::Test {
  protected:
   absl::StatusOr<v1::AttachWorkerResponse> JoinAs(int rank) {
     options_.rank = rank;
-    return Join(fake_, clock_, options_, clock_.Now() + options_.join_timeout);
+    absl::Time deadline = clock_.Now() + options_.join_timeout;
+    return Join(fake_, clock_, options_, deadline);
   }
 
   FakeTransport fake_;
@@ -109,6 +111,63 @@ TEST_F(JoinTest, GivesUpAtTheTimeoutAndSaysWhy) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(status.message()), HasSubstr("rank 0 has not created the job"));
   EXPECT_EQ(clock_.Now() - start, options_.join_timeout);
+}
+
+// A job whose memory is being made, and has last got further so long ago.
+v1::Job Creating(double seconds_since_progress) {
+  v1::Job job;
+  job.set_phase(v1::CREATING);
+  v1::Activity& activity = *job.add_activities();
+  activity.set_kind(v1::MAKING_MEMORY);
+  activity.set_total_bytes(int64_t{6} << 30);
+  activity.set_seconds_since_progress(seconds_since_progress);
+  return job;
+}
+
+TEST_F(JoinTest, ACreationIsWaitedForAsLongAsItGetsFurther) {
+  const auto looks = static_cast<size_t>(3 * options_.join_timeout / absl::Seconds(1));
+  v1::Job ready;
+  ready.set_phase(v1::AWAITING_WEIGHTS);
+  for (const int rank : {0, 1}) {
+    fake_.jobs.assign(looks, Creating(0.5));
+    fake_.jobs.push_back(ready);
+    if (rank == 0) {  // The call ran out of time; the job exists when it is made again.
+      fake_.create_results = {absl::DeadlineExceededError("no answer"),
+                              absl::AlreadyExistsError("there")};
+    } else {
+      fake_.attach_results = {
+          WithReason(absl::UnavailableError("being created"), reason::kJobBeingCreated)};
+    }
+    clock_.sleeps.clear();
+    EXPECT_TRUE(JoinAs(rank).ok()) << rank;
+    EXPECT_EQ(clock_.sleeps.size(), looks) << rank;
+  }
+}
+
+TEST_F(JoinTest, ACreationThatGetsNoFurtherIsGivenUpAfterTheTimeout) {
+  fake_.create_results = {absl::DeadlineExceededError("no answer")};
+  for (int second = 0; second < 1000; ++second) fake_.jobs.push_back(Creating(second));
+  const absl::Time start = clock_.Now();
+  const absl::Status status = JoinAs(0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("making its memory: 0 of 6 GiB"));
+  EXPECT_EQ(clock_.Now() - start, options_.join_timeout);
+}
+
+TEST_F(JoinTest, FirstWeightsAreAwaitedWhileTheyArrive) {
+  v1::Job waiting;
+  waiting.set_phase(v1::AWAITING_WEIGHTS);
+  v1::Activity& activity = *waiting.add_activities();
+  activity.set_kind(v1::TAKING_FIRST_WEIGHTS);
+  const auto looks = static_cast<size_t>(3 * options_.join_timeout / absl::Seconds(1));
+  for (size_t look = 0; look < looks; ++look) {
+    activity.set_done_bytes(static_cast<int64_t>(look / 20));
+    fake_.jobs.push_back(waiting);
+  }
+  waiting.set_phase(v1::READY);
+  fake_.jobs.push_back(waiting);
+  EXPECT_TRUE(
+      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_).ok());
 }
 
 TEST_F(JoinTest, FirstWeightsAreAwaitedUntilTheJobIsReady) {

@@ -236,7 +236,7 @@ TEST_F(SessionImplTest, ASealThatTimesOutAsksForTheRanksIfItWasNotTold) {
               IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 1;")));
 }
 
-TEST_F(SessionImplTest, ASealThatTimesOutSaysThatTheServicesDiskIsWhatItWaitsFor) {
+TEST_F(SessionImplTest, ASealThatTimesOutSaysThatASaveIsWhatItWaitsFor) {
   options_.seal_timeout = absl::Milliseconds(20);
   OpenAndBegin();
   v1::Job job;
@@ -247,9 +247,14 @@ TEST_F(SessionImplTest, ASealThatTimesOutSaysThatTheServicesDiskIsWhatItWaitsFor
   fake_->jobs = {job};
   EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
               IsError(absl::StatusCode::kDeadlineExceeded,
-                      testing::AllOf(HasSubstr("waits for a save to /saved/gpt, which has written "
-                                               "nothing for 61 s"),
+                      testing::AllOf(HasSubstr("waits for a save to /saved/gpt, which last got "
+                                               "further 61 s ago"),
                                      testing::Not(HasSubstr("abort the step")))));
+  job.mutable_saves(0)->set_makes_memory(true);
+  fake_->jobs = {job};
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
+              IsError(absl::StatusCode::kDeadlineExceeded,
+                      HasSubstr("waits for memory for second versions")));
 }
 
 TEST_F(SessionImplTest, TheFirstErrorStays) {

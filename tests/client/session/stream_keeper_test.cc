@@ -6,6 +6,7 @@
 
 #include <thread>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/client/session/scripted_session.h"
 
 namespace ballast::client {
@@ -114,6 +115,20 @@ TEST_F(StreamKeeperTest, SendsWhatWasNotAcknowledgedOnAnotherStream) {
                                      "reopened: UNAVAILABLE: connection lost"),
                            HasSubstr("[info] job gpt rank 0 step 5: the stream is back: 1 messages "
                                      "sent again, 0 had arrived")));
+}
+
+TEST_F(StreamKeeperTest, TellsAPlannedRestartFromADeath) {
+  OpenAndBegin();
+  fake_->attachment.set_instance_id("the next one");
+  fake_->Break(WithReason(absl::UnavailableError("is replaced"), reason::kRestarting));
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  fake_->attachment.set_instance_id("one more");
+  fake_->Break(absl::UnavailableError("connection lost"));
+  ASSERT_TRUE(fake_->AwaitStream(3, 2));
+  session_.reset();
+  EXPECT_THAT(Log(),
+              AllOf(HasSubstr("[info] job gpt rank 0 step 5: the service has restarted as planned"),
+                    HasSubstr("[warning] job gpt rank 0 step 5: the service's process died")));
 }
 
 TEST_F(StreamKeeperTest, ReleasesWhatArrivedWithoutBeingAcknowledged) {

@@ -160,10 +160,23 @@ TEST_F(JobSaveRoomTest, HoldsBackADecisionAloneIfASaveComesUnexpected) {
     EXPECT_EQ(status.phase, JobPhase::kSealed);
     ASSERT_EQ(status.saves.size(), 1u);
     EXPECT_TRUE(status.saves[0].holds_back_decisions);
+    EXPECT_TRUE(status.saves[0].makes_memory);
+    ASSERT_EQ(status.activities.size(), 1u);
+    EXPECT_EQ(status.activities[0].kind, ActivityKind::kMakingSecondVersions);
+    EXPECT_GE(status.activities[0].total_bytes, status.memory.state_bytes);
+    EXPECT_EQ(status.activities[0].done_bytes, 0);
   }
   disk_.HoldUp();
   may_go_on.set_value();
   save.join();
+  disk_.AwaitHeldUp();
+  const JobStatus writing = driver->job().Status();
+  ASSERT_EQ(writing.saves.size(), 1u);
+  EXPECT_FALSE(writing.saves[0].makes_memory);
+  EXPECT_FALSE(writing.saves[0].holds_back_decisions);
+  ASSERT_EQ(writing.activities.size(), 1u);
+  EXPECT_EQ(writing.activities[0].kind, ActivityKind::kWritingCheckpoint);
+  EXPECT_EQ(writing.activities[0].directory, "/saved/job");
   if (answered) driver->listener(0).WaitForCommit(2);  // Beside the save.
   disk_.Release();
   EXPECT_EQ(saved.get_future().get().step, 1u);

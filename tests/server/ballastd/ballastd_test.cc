@@ -461,7 +461,7 @@ TEST_F(BallastdWithABrokenJob, EndsOnSigtermAndCountsItAsLost) {
   EXPECT_THAT(service_->Errors(),
               AllOf(HasSubstr("lost job bad at step 0: the state of job bad is torn"),
                     HasSubstr("; its last checkpoint is that of step 0 in " + directory_),
-                    HasSubstr("saved job whole at step 0"), Not(HasSubstr("not saved"))));
+                    HasSubstr("job whole: saved step 0 in"), Not(HasSubstr("not saved"))));
 }
 
 TEST(Ballastd, SavesAndClosesAJobThatNoRankHasHadForLong) {
@@ -632,7 +632,7 @@ TEST(Ballastd, DoesNotWaitForAStepThatNobodyIsThereToFinish) {
   EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
   EXPECT_THAT(service.Errors(),
               AllOf(HasSubstr("aborted job one: step 1 had begun, and no worker is there"),
-                    HasSubstr("saved job one at step 0:")));
+                    HasSubstr("job one: saved step 0 in")));
   std::filesystem::remove_all(checkpoints);
 }
 
@@ -655,7 +655,7 @@ TEST(Ballastd, LetsAStepInProgressEndAndSavesItOnSigterm) {
   one.EndStep(1);
   EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
   EXPECT_THAT(service.Errors(),
-              AllOf(HasSubstr("saved job one at step 1:"), HasSubstr("saved job two at step 0:"),
+              AllOf(HasSubstr("job one: saved step 1 in"), HasSubstr("job two: saved step 0 in"),
                     Not(HasSubstr("aborted"))));
   EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
   std::filesystem::remove_all(checkpoints);
@@ -676,7 +676,7 @@ TEST(Ballastd, AbortsAStepThatDoesNotEndInTimeAndSavesTheOneBeforeOnSigterm) {
   EXPECT_EQ(one.ReadUntilEnd().error_code(), grpc::StatusCode::ABORTED);
   EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
   EXPECT_THAT(service.Errors(),
-              AllOf(HasSubstr("aborted job one: step 2"), HasSubstr("saved job one at step 1:")));
+              AllOf(HasSubstr("aborted job one: step 2"), HasSubstr("job one: saved step 1 in")));
   EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
   std::filesystem::remove_all(checkpoints);
 }
