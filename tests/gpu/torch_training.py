@@ -131,7 +131,7 @@ def train(options):
         model.to(device)
         if options.fsdp2:
             shard(model, blocks, device)
-        extra = {} if options.overlap is None else dict(overlap=options.overlap == "on")
+        extra = {} if options.overlap is None else dict(overlap=options.overlap == "on", accumulation_steps=1)
         optimizer = ballast.torch.AdamW(model.named_parameters(), max_norm=options.max_norm, update=options.update,
                                         **extra, **adamw)
     else:

@@ -1,9 +1,10 @@
 """What the ranks of overlap_test.py do."""
 
-import copy
 import contextlib
+import copy
 import gc
 import hashlib
+import itertools
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fsdp_ranks import Model, batch, loss_of, mesh_of, shard, used_seldom
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +31,13 @@ def digest(model):
     return sha.hexdigest()
 
 
+def has_left(optimizer):
+    """Whether what is in .grad, or was, has left before step()."""
+    binding = optimizer._binding
+    return (binding is not None and binding.stream is not None and len(binding.stream.left) > 0 and
+            binding.stream.first_changed(binding.parameters) is None)
+
+
 def train(model, optimizer, rank, accumulation, syncs, evaluates=False):
     """syncs: called with whether the gradients of the next backward are reduced. Returns how many steps' gradients
     had left before step()."""
@@ -38,7 +47,7 @@ def train(model, optimizer, rank, accumulation, syncs, evaluates=False):
         for micro_step in range(accumulation):
             syncs(micro_step + 1 == accumulation)
             loss_of(model, batch(10 * step + micro_step, rank), used_seldom(step)).backward()
-        left += all(p.grad is None for p in model.parameters())
+        left += has_left(optimizer)
         optimizer.step()
         if evaluates:
             with torch.no_grad():
@@ -96,7 +105,7 @@ class Checkpointed(torch.nn.Linear):
 
 
 def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, beside=False, overlap_weights=False,
-        checkpoints=False, accumulation_steps=None, optimizers=1, **options):
+        checkpoints=False, optimizers=1, **options):
     """beside: with a parameter that is not the module's, whose gradient the trainer averages itself. checkpoints: with
     reentrant ones, in whose backwards, inside the backward, some buckets are complete. optimizers: how many share the
     module."""
@@ -109,7 +118,7 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
     scale = torch.nn.Parameter(torch.ones(()))
     named = [*module.named_parameters(), *([("scale", scale)] if beside else [])]
     made = [ballast.torch.AdamW(named[number::optimizers], lr=0.02, service=service, job=f"{job}-{number}",
-                                overlap=overlap, overlap_weights=overlap_weights, accumulation_steps=accumulation_steps,
+                                overlap=overlap, overlap_weights=overlap_weights,
                                 module=module if overlap_weights else None) for number in range(optimizers)]
 
     def syncs(reduced):
@@ -125,7 +134,7 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
             loss_of_ddp(model, tokens, scale).backward()
         if beside:
             dist.all_reduce(scale.grad.div_(world_size))
-        left += all(p.grad is None for p in module.parameters())
+        left += all(has_left(optimizer) for optimizer in made)
         for optimizer in made:
             optimizer.step()
     for optimizer in made:
@@ -134,9 +143,73 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
     return [digest(module) + str(scale.item()) * beside, left]
 
 
+def patterns(most, promised=None):
+    """Which of a step's backwards reduce gradients: all patterns of up to so many. promised: of those that reduce there
+    are at most so many, and nothing after the last of them."""
+    return [pattern for backwards in range(1, most + 1)
+            for pattern in itertools.product((True, False), repeat=backwards)
+            if promised is None or sum(pattern) < promised or (sum(pattern) == promised and pattern[-1])]
+
+
+class Small(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.seldom = torch.nn.Embedding(7, 60), torch.nn.Linear(60, 60)
+        self.head = torch.nn.Linear(60, 7)
+        self.to(dtype)
+
+    def forward(self, tokens, seldom):
+        x = self.embedding(tokens)
+        logits = self.head(torch.tanh(self.seldom(x)) if seldom else x)
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def accumulates(rank, world_size, service, job, overlap, sharded=False, dtype="float32", view=False, most=3,
+                promised=None, **options):
+    """Steps of all patterns, each of them twice, in the second one with zeros in .grad. With overlap it attaches to the
+    job in the middle. Returns the digest of each step's weights, and in which of them gradients had left."""
+    module = Small(getattr(torch, dtype))
+    if sharded:
+        mesh = mesh_of(world_size, 1)
+        for each in (module.seldom, module):
+            fully_shard(each, mesh=mesh).set_force_sum_reduction_for_comms(True)
+        model = module
+    else:  # Small buckets, so that there are several.
+        model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+
+    def made():
+        return ballast.torch.AdamW(module.named_parameters(), lr=0.02, service=service, job=job, overlap=overlap,
+                                   **options)
+
+    optimizer, digests, left = made(), [], []
+    steps = [pattern for pattern in patterns(most, promised) for _ in range(2)]
+    for step, pattern in enumerate(steps):
+        if overlap and step == len(steps) // 2:
+            optimizer.close()
+            optimizer = made()
+            assert optimizer.attach() == step
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for number, reduces in enumerate(pattern):
+            if sharded:
+                model.set_requires_gradient_sync(reduces)
+            else:
+                model.require_backward_grad_sync = reduces  # As no_sync() sets it.
+            model(batch(10 * step + number, rank), not sharded or used_seldom((step + number) % 4)).backward()
+        left.append(has_left(optimizer))
+        optimizer.step()
+        sha = hashlib.sha256()
+        for parameter in module.parameters():
+            here = parameter._local_tensor if sharded else parameter
+            sha.update(here.detach().float().numpy().tobytes())
+        digests.append(sha.hexdigest())
+    optimizer.close()
+    return [digests, left]
+
+
 def optimizers_of_one_module(rank, world_size, service, job):
     """One that is forgotten, torch's own, and one that has to attach again. Returns the steps of the last one, whether
-    the first one is gone, and how often each had gradients in .grad before step()."""
+    the first one is gone, and how often each took gradients that had not left before step()."""
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
     model = torch.nn.parallel.DistributedDataParallel(module)
@@ -145,7 +218,7 @@ def optimizers_of_one_module(rank, world_size, service, job):
         optimizer.zero_grad()
         loss_of_ddp(model, batch(number, rank)).backward()
         interferes()
-        seen = all(p.grad is not None for p in module.parameters())
+        seen = not (isinstance(optimizer, ballast.torch.AdamW) and has_left(optimizer))
         optimizer.step()
         return seen
 
@@ -185,8 +258,8 @@ def optimizers_of_one_module(rank, world_size, service, job):
 
 
 def aborted_in_backward(rank, world_size, service, job):
-    """What a backward of DistributedDataParallel raises then, and the steps when it has attached and later; and the
-    same when rank 1 alone cannot begin a step."""
+    """What zero_grad() or a backward of DistributedDataParallel raises then, and the steps when it has attached and
+    later; and the same when rank 1 alone cannot begin a step."""
     from processes import await_
 
     torch.manual_seed(1)
@@ -211,12 +284,14 @@ def aborted_in_backward(rank, world_size, service, job):
         client = ballast.connect(service)
         await_("the begins of the step", lambda: all(each["begun"] for each in client.job(job)["ranks"]))
         client._run("abort-step", job)
+    dist.barrier()
     said, told = "nothing", torch.zeros(())
     while not told:  # Each hears of it in its own time.
-        try:
-            backward(3)
-        except Exception as error:
-            said = type(error).__name__
+        for work in (optimizer.zero_grad, lambda: backward(3)):
+            try:
+                work()
+            except Exception as error:
+                said = type(error).__name__
         told.fill_(said != "nothing")
         dist.all_reduce(told, op=dist.ReduceOp.MIN)
     optimizer.zero_grad()

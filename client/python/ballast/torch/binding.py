@@ -96,7 +96,7 @@ class Binding:
         self._begun_with: list[HyperParameters] = []
         self._saved_step = 0
         self._undos = 0  # That were asked for.
-        self._overlap = overlap
+        self._overlap, self._accumulation_steps = overlap, accumulation_steps
         self._process = os.getpid()
         self._broken: str | None = None
         self._watch: Watch | None = None
@@ -132,7 +132,7 @@ class Binding:
         self.owned_service = owned_service
         try:
             with self._notifying():
-                self._open(self._job_of(job, described, update, (accumulation_steps or 0) if overlap else 1), process_group, service, timeout, resume, new, attach, checkpoint)
+                self._open(self._job_of(job, described, update), process_group, service, timeout, resume, new, attach, checkpoint)
                 self._moments = None
             if overlap_weights:
                 self._returning = ReturningWeights(module, trained, {index: self.names[index] for index in trained},
@@ -186,7 +186,7 @@ class Binding:
                              "own")
         return of_mesh
 
-    def _job_of(self, name: str, described: Described, update: str, max_micro_steps: int) -> Job:
+    def _job_of(self, name: str, described: Described, update: str) -> Job:
         mesh, parameters = [], described.parameters
         if self.mesh is not None:
             names = self.mesh.mesh_dim_names or [f"dim{d}" for d in range(self.mesh.ndim)]
@@ -194,7 +194,7 @@ class Binding:
             parameters = [dataclasses.replace(parameter, placements=placements_of(parameter.name, tensor, self.mesh))
                           for parameter, tensor in zip(parameters, self.parameters)]
         return Job(name, described.groups, parameters, world_size=self.world_size, unused_policy="skip",
-                   update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh,
+                   update_mode=update, max_micro_steps=1, mesh=mesh,
                    keep_previous=self._keep_previous, on_abort=self._on_abort)
 
     def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
@@ -399,7 +399,10 @@ class Binding:
         streamed = self.stream is not None and self.stream.begun
         if streamed:
             self._check_begun()
+            outdated = self._is_outdated()
         with self._notifying():
+            if streamed and outdated:
+                streamed = self._take_back()
             if streamed and (self.stream.sealed is not None or loss_scale != 1.0):
                 decision = self._vote(self.stream.seal(), loss_scale)
             else:
@@ -513,21 +516,26 @@ class Binding:
                 self.stream.begun = True
         self._broken = _INTERRUPTED
         if self.stream is None:
-            micro_steps = self._push(gradients)
+            self._push(gradients)
         else:
-            micro_steps = self._give_rest(gradients)
+            self._give_rest(gradients)
         self._expected = {"expected_max_norm": self._max_norm}
-        return self.session.seal_and_vote(micro_steps, max_norm=self._max_norm, hyper_parameters=self._overrides())
+        return self.session.seal_and_vote(1, max_norm=self._max_norm, hyper_parameters=self._overrides())
 
     def _seal(self) -> Sealed:
         """Of the step whose gradients have left during backward."""
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
         self.stream.check_ended()
+        outdated = self._is_outdated()
         with self._notifying():
+            if outdated and not self._take_back():
+                self._begin()
+                self.stream.begun = True
             gradients = self._gradients()
             self._broken = _INTERRUPTED
-            norm = self.session.seal(self._give_rest(gradients))
+            self._give_rest(gradients)
+            norm = self.session.seal(1)
         self._broken = None
         return Sealed(norm, [parameter.grad for parameter in self.parameters])
 
@@ -550,19 +558,21 @@ class Binding:
         now = self._hyper_parameters()
         return None if now == self._begun_with else [now[index] for index in self.source]
 
-    def discard(self) -> None:
-        """Takes back what has left since the last step."""
+    def discard(self, set_to_none: bool) -> None:
+        """With zero_grad(): takes back what has left since the last step."""
         if self.stream is not None:
             self.stream.discard()
+            for index, parameter in enumerate(self.parameters):
+                self.stream.zero(index, parameter, set_to_none)
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        """What this rank has in .grad, by index in the job. RuntimeError if some of it cannot be sent."""
-        found = {}
+        """What this rank has in .grad and has not left, by index in the job. RuntimeError if it cannot be sent."""
+        found, left = {}, () if self.stream is None else self.stream.left
         for name, parameter in self._left_out.items():
             if parameter.grad is not None and parameter.requires_grad:
                 raise RuntimeError(_THAWED.format(name=name, then="frozen"))
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
+            if parameter.grad is None or index in left:
                 continue
             self._check_as_made(index)
             if parameter.requires_grad:
@@ -570,8 +580,8 @@ class Binding:
                 found[index] = parameter.grad.detach()
         return found
 
-    def _push(self, gradients: dict[int, torch.Tensor]) -> int:
-        """All of them, in one micro-step, of which one at a time is copied where it is not in host memory."""
+    def _push(self, gradients: dict[int, torch.Tensor]) -> None:
+        """All of them, of which one at a time is copied where it is not in host memory."""
         for index, gradient in gradients.items():
             part = self._part(index, gradient)
             begin, end = self.places.own_range(index)
@@ -581,16 +591,12 @@ class Binding:
             # Where the first element of all would be. No other than the own ones are read.
             self.session.give_gradient(index, own.data_ptr() - begin * own.element_size(), final=True)
         self.session.end_gradients(final=True)
-        return 1
 
-    def _give_rest(self, gradients: dict[int, torch.Tensor]) -> int:
-        """What did not leave during backward, and the end of the last micro-step. Returns how many there were."""
+    def _give_rest(self, gradients: dict[int, torch.Tensor]) -> None:
+        """What did not leave during backward."""
         for index, gradient in gradients.items():
             self.stream.give(index, gradient)
-        self.stream.end_micro_step()
-        if self.stream.micro_steps == 0:  # No gradient at all, which the service must know, too.
-            self.session.end_gradients(0)
-        return max(self.stream.micro_steps, 1)
+        self.session.end_gradients(final=True)
 
     def _begin(self, loss_scale: float = 1.0, in_step: bool = False) -> None:
         if self._returning is not None:
@@ -605,6 +611,26 @@ class Binding:
         with contextlib.nullcontext() if in_step else self._notifying():  # step() notifies itself.
             self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
                                     **self._expected)
+
+    def _is_outdated(self) -> bool:
+        """Whether .grad is not what has left. FailedPreconditionError if that cannot leave again."""
+        changed = None if self.stream.sealed is not None else self.stream.first_changed(self.parameters)
+        if changed is not None and self.stream.frees:
+            raise FailedPreconditionError(
+                f"the gradient of parameter {self.names[changed]} had left and was freed, as accumulation_steps="
+                f"{self._accumulation_steps} promises that no more comes, and more came: call zero_grad() and do the "
+                "step's backward passes again; if a step has more of them, create the optimizer without "
+                "accumulation_steps")
+        return changed is not None
+
+    def _take_back(self) -> bool:
+        """Takes back what has left, so that all of .grad leaves in step(). True: the step is decided already, as one that
+        is skipped."""
+        try:
+            self.stream.take_back()
+        except FailedPreconditionError:
+            return True
+        return False
 
     def _check_begun(self) -> None:
         """What has left is still the step's."""
@@ -627,7 +653,9 @@ class Binding:
         hooked = [None if not parameter.requires_grad or isinstance(self.places, Flats) or
                   (self.mesh is not None and not isinstance(parameter, DTensor)) else parameter
                   for parameter in self.parameters]
-        stream = GradientStream(self.session, hooked, self._part, self._begin, self._seal, lambda: self.failed, on_gpu)
+        frees = self._accumulation_steps is not None and not isinstance(self.places, Flats)
+        stream = GradientStream(self.session, hooked, self._accumulation_steps or 1, frees, self._part, self._begin,
+                                self._seal, lambda: self.failed, on_gpu)
         if isinstance(self.places, Flats):
             hook_ddp(self._module)
         patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)

@@ -55,26 +55,27 @@ def hook_ddp(module: DistributedDataParallel) -> None:
     optimizers that it has one after the other, or beside each other; it keeps none of them."""
     if module in _hooked:
         return
-    module.register_comm_hook(None, _averaging(module.process_group))
+    module.register_comm_hook(None, _averaging(module))
     _hooked.add(module)
 
 
-def _averaging(group: dist.ProcessGroup):
+def _averaging(module: DistributedDataParallel):
+    group, division = module.process_group, _Division(module)
     # Of the backward that is under way, which may be several for autograd, one inside the other: reentrant checkpoints.
-    given: list[torch.Tensor] = []
+    given: list[tuple[GradientStream, int, torch.nn.Parameter]] = []
     streams: weakref.WeakSet[GradientStream] = weakref.WeakSet()
     failed: list[BaseException] = []
     backward = id(given)
 
     def end() -> None:
-        """DDP has put into .grad what has left."""
-        for parameter in given:
-            parameter.grad = None
-        given.clear()
+        """DDP has written .grad."""
         if failed:
+            given.clear()
             raise failed.pop(0)
+        for stream, index, parameter in given:
+            stream.has_left(index, parameter)
+        given.clear()
         for stream in streams:
-            stream.end_micro_step()
             stream.leave_backward(backward)
 
     def average(_, bucket):  # torch looks at annotations, which must not be strings.
@@ -88,13 +89,13 @@ def _averaging(group: dist.ProcessGroup):
             if stream is not None and index not in stream.hooked:
                 stream.enter_backward(backward)
                 streams.add(stream)
-                given.append(parameter)
-                taken.append((stream, index, gradient))
+                if stream.comes(index):
+                    given.append((stream, index, parameter))
+                    taken.append((stream, index, gradient))
         if bucket.is_last():
             # In the backward, of those that it may be, at whose end DDP writes .grad.
             at_end_of_backward(end)
-        buffer = bucket.buffer().mul_(1 / group.size())  # In these bits, DDP's own.
-        reduced = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        reduced = dist.all_reduce(division.divide(bucket), group=group, async_op=True).get_future()
 
         def give(future: torch.futures.Future) -> torch.Tensor:
             while taken:  # DDP may keep this longer than an optimizer lives.
@@ -109,3 +110,29 @@ def _averaging(group: dist.ProcessGroup):
         return reduced.then(give)
 
     return average
+
+
+class _Division:
+    """By the number of ranks, in the bits of DDP itself: it multiplies what it copies to a bucket, and divides what is
+    there already, because `.grad` is a view of the bucket and was not None before the backward."""
+
+    def __init__(self, module: DistributedDataParallel):
+        self._ranks = module.process_group.size()
+        memory = self._memory = {}  # By parameter, the address of that in which autograd has accumulated.
+
+        def accumulated(parameter: torch.nn.Parameter) -> None:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                memory[id(parameter)] = parameter.grad.untyped_storage().data_ptr()
+
+        for parameter in module.parameters() if module.gradient_as_bucket_view else ():
+            parameter.register_post_accumulate_grad_hook(accumulated)
+
+    def divide(self, bucket: dist.GradBucket) -> torch.Tensor:
+        buffer = bucket.buffer()
+        here = buffer.untyped_storage().data_ptr()
+        inside = [self._memory.get(id(parameter)) == here for parameter in bucket.parameters()]
+        if not any(inside):
+            return buffer.mul_(1 / self._ranks)
+        for gradient, is_inside in zip(bucket.gradients(), inside):
+            gradient.div_(self._ranks) if is_inside else gradient.mul_(1 / self._ranks)
+        return buffer

@@ -81,14 +81,15 @@ class AdamW(Adam):
     changes nothing, `skipped` says why, and training goes on. tls_ca, tls_cert, tls_key, token_file: files, as for
     `ballast.connect`.
 
-    overlap: from the second step on each gradient leaves as soon as backward has it, and `.grad` is None then. The
-    bits are the same. torch.nn.utils.clip_grad_norm_ has all ranks end the step's gradients, and returns their norm;
-    step() clips, or zero_grad() leaves the step out. So do clip_grads_with_norm_ and GradScaler.unscale_; each takes
-    whole param groups. What cannot be done any more raises an error that says so. zero_grad(), the optimizer's and the
-    model's, takes back what has left. accumulation_steps: backward passes in a step at most, by default any number;
-    with the exact number the service begins earlier, and with 1 it needs 4 bytes a parameter less. A
-    DistributedDataParallel is found at the first step; where several have the parameters, module: the one that is
-    trained.
+    overlap: from the second step on each gradient leaves as soon as backward has it. The bits are the same: what counts
+    is what `.grad` has at step(), and what was changed after it had left leaves again then.
+    torch.nn.utils.clip_grad_norm_ has all ranks end the step's gradients, and returns their norm; step() clips, or
+    zero_grad() leaves the step out. So do clip_grads_with_norm_ and GradScaler.unscale_; each takes whole param groups.
+    What cannot be done any more raises an error that says so. zero_grad(), the optimizer's and the model's, takes back
+    what has left. accumulation_steps: a promise how often each gradient comes in a step at most: in each backward that
+    is not under no_sync(). The last time it leaves, and its `.grad` is freed, unless a DistributedDataParallel keeps it.
+    By default that is as often as in the step before, and `.grad` stays. A DistributedDataParallel is found at the first
+    step; where several have the parameters, module: the one that is trained.
 
     overlap_weights: step() returns when the step is decided, and the weights come back while the next forward runs: a
     hook before the forward of each submodule of module=, the model, waits for those of its own parameters. The bits are the same. What reads all of them waits for all: a forward without gradients, FSDP2

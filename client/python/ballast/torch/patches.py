@@ -147,9 +147,9 @@ def _clip_by_value(original):
     @functools.wraps(original)
     def clip_grad_value_(parameters, *arguments, **options):
         parameters = _listed(parameters)
-        if _begun_streams(parameters):
+        if any(stream.frees for stream in _begun_streams(parameters)):
             raise RuntimeError("clip_grad_value_ comes too late: gradients have left for the service during backward. "
-                               "Clip by the norm, or create the optimizer with overlap=False")
+                               "Clip by the norm, or create the optimizer without accumulation_steps")
         return original(parameters, *arguments, **options)
 
     return clip_grad_value_
@@ -212,10 +212,16 @@ def _zero_grad(original):
     def zero_grad(self, set_to_none: bool = True) -> None:
         original(self, set_to_none)
         for stream, of_module in _begun_streams(self.parameters()).items():
-            if sum(of_module.values()) < sum(_sizes[stream].values()):
+            if sum(of_module.values()) == sum(_sizes[stream].values()):
+                stream.discard()
+            elif stream.frees:  # Else step() sees what is in .grad.
                 raise RuntimeError("zero_grad() of a part of the model cannot take back gradients that have left for "
-                                   "the service; call the optimizer's zero_grad(), or create it with overlap=False")
-            stream.discard()
+                                   "the service; call the optimizer's zero_grad(), or create it without "
+                                   "accumulation_steps")
+        for parameter in self.parameters():
+            stream, index = taker_of(parameter) or (None, -1)
+            if stream is not None:
+                stream.zero(index, parameter, set_to_none)
 
     return zero_grad
 

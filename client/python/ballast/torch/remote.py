@@ -230,7 +230,7 @@ class Remote(torch.optim.Optimizer):
         """Also takes back what has left during backward passes since the last step."""
         super().zero_grad(set_to_none)
         if self._binding is not None:
-            self._binding.discard()
+            self._binding.discard(set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is bound at its own first step."""

@@ -1,9 +1,11 @@
 """Gradients that leave while the backward pass runs.
 
-A hook on each parameter takes its gradient as soon as autograd has it, and sets `.grad` to None. The service sums
-what comes in micro-steps, in fp32. A micro-step is closed when a parameter comes a second time, and at the end of the
-step: so backward passes are micro-steps, and where a hook fires again in one backward, because layers are shared or
-checkpoints are reentrant, the sum is the same.
+What counts is what `.grad` has at step(), as for any optimizer: torch sums several backward passes there. So a gradient
+leaves once in a step, when it has come as often as in the step before; at first that is once. Where `.grad` is changed
+after that, by a further backward or by the trainer, all that has left is taken back, and leaves in step().
+
+With accumulation_steps it leaves when it has come so often, and `.grad` is freed at once; not that of
+DistributedDataParallel, whose buckets stay.
 
 On a GPU a stream of its own copies the gradient to pinned host memory; the stream itself notifies the
 library of the copy's end, without a Python thread.
@@ -19,11 +21,13 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .. import _native
 from ..errors import FailedPreconditionError
 from ..session import Session
 from .clipping import Sealed
+from .watch import Samples, sampled
 
 _engine = torch.autograd.Variable._execution_engine
 _current_backward = torch._C._current_graph_task_id
@@ -40,24 +44,30 @@ os.register_at_fork(after_in_child=_count_fork)
 
 class GradientStream:
     """Of one session. `hooked`: by their index in the job, the parameters whose gradients are taken where autograd
-    leaves them; None for the others. `part`: of a gradient, by its index, what this process has; it raises where
-    that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `seal`: gives what
-    has not left, and waits for all ranks. `failed`: whether no step can be made any more. `on_gpu`: whether gradients
-    are there."""
+    leaves them; None for the others. `times`: how often each comes in a step, at first. `frees`: that is a promise for
+    all steps, and `.grad` is freed as it leaves. `part`: of a gradient, by its index, what this process has; it raises
+    where that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `seal`: gives
+    what has not left, and waits for all ranks. `failed`: whether no step can be made any more. `on_gpu`: whether
+    gradients are there."""
 
-    def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None],
+    def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None], times: int, frees: bool,
                  part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None],
                  seal: Callable[[], Sealed], failed: Callable[[], bool], on_gpu: bool):
         self.begun = False
         self.sealed: Sealed | None = None
         self.closed = False
-        self.micro_steps = 0  # That are closed.
+        self.left: dict[int, tuple[torch.Tensor | None, int]] = {}  # In this step: `.grad` as it was then, see _seen.
+        self._came = [0] * len(hooked)  # How often, in this step.
+        self._leaves_at = [times] * len(hooked)
+        self.frees = frees
+        self._freed: set[int] = set()  # Since zero_grad().
+        self._leaving: set[int] = set()  # Of what has left, in the backward that is under way.
+        self._samples: list[Samples] = []  # Of what has left before.
         self._part, self._begin, self._seal, self._failed = part, begin, seal, failed
         self._forks = _forks
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
-        self._given: set[int] = set()  # In the open micro-step.
-        self._backwards: set[int] = set()  # Those that have given something and have not ended.
+        self._backwards: set[int] = set()  # In which a gradient has come, and that have not ended.
         self.hooked = frozenset(index for index, parameter in enumerate(hooked) if parameter is not None)
         self._on_gpu = on_gpu
         self.move_to(session)
@@ -71,19 +81,18 @@ class GradientStream:
             hook.remove()
         if self._copies is not None:
             self._copies.close()
-        self.finish()
+        self._forget()
 
     def leave_session(self) -> None:
         """Before the session is closed. Between steps; nothing is given until `move_to`."""
         if self._copies is not None:
             self._copies.close()
             self._copies = None
-        self.finish()
+        self._forget()
 
     def move_to(self, session: Session) -> None:
         self._session = session
         self._copies = _Copies(session) if self._on_gpu else None
-        self._last_micro_step = session.job.max_micro_steps - 1  # -1: it is not known.
 
     def group_of(self, index: int) -> int:
         return self._session.job.parameters[index].group
@@ -95,7 +104,7 @@ class GradientStream:
         return self.sealed
 
     def enter_backward(self, backward: int) -> None:
-        """Before the first gradient of a backward is given. Until `leave_backward` the step cannot be sealed."""
+        """When the first gradient of a backward comes. Until `leave_backward` the step cannot be sealed."""
         with self._lock:
             if backward in self._backwards:
                 return
@@ -110,9 +119,21 @@ class GradientStream:
     def leave_backward(self, backward: int) -> None:
         with self._lock:
             self._backwards.discard(backward)
+            here = {index: self.left[index][0] for index in self._leaving}
+            for index, gradient in here.items():
+                if isinstance(gradient, DTensor):  # FSDP2's share their version, and others have been written since.
+                    self.left[index] = _seen(gradient)
+            self._samples += sampled(here)
+            self._leaving.clear()
+
+    def comes(self, index: int) -> bool:
+        """A gradient has come; whether it leaves now."""
+        with self._lock:
+            self._came[index] += 1
+            return self._came[index] == self._leaves_at[index]
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
-        """What this process has of a parameter's gradient goes to the service."""
+        """What this process has of a parameter's gradient goes to the service, once in a step."""
         with self._lock:
             self._give(index, gradient)
 
@@ -123,15 +144,11 @@ class GradientStream:
             raise RuntimeError(f"the gradient of parameter {self._session.job.parameters[index].name} is on "
                                f"{gradient.device}, from where none leaves during backward: move the model before the "
                                "first step(), or create the optimizer with overlap=False")
-        if index in self._given:
-            self.end_micro_step()
         if not self.begun:
             self._begin()
             self.begun = True
-        self._given.add(index)
-        final = self.micro_steps == self._last_micro_step
         if copied:
-            self._copies.start(index, self.micro_steps, gradient, final)
+            self._copies.start(index, gradient)
             return
         if self._cuda and gradient.is_pinned():
             # From FSDP2's CPUOffloadPolicy, whose hooks run when the copy has been started.
@@ -139,15 +156,26 @@ class GradientStream:
         if not gradient.is_contiguous():
             gradient = gradient.contiguous()
         # A tensor of no elements has no address, and None would be no gradient.
-        self._session.give_gradient(index, gradient.data_ptr() or 1, self.micro_steps, final=final)
+        self._session.give_gradient(index, gradient.data_ptr() or 1, final=True)
 
-    def end_micro_step(self) -> None:
-        """If one is open."""
+    def has_left(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Of what `.grad` has now."""
         with self._lock:
-            if self._given:
-                self._session.end_gradients(self.micro_steps, final=self.micro_steps == self._last_micro_step)
-                self.micro_steps += 1
-                self._given.clear()
+            if self.frees:
+                self._freed.add(index)
+                parameter.grad = None
+            else:
+                self._leaving.add(index)
+            self.left[index] = _seen(parameter.grad)
+
+    def first_changed(self, parameters: Sequence[torch.nn.Parameter]) -> int | None:
+        """Whose `.grad` is not what has left. Autograd does not count writes to its `.data`: some elements are
+        compared."""
+        for index, left in self.left.items():
+            now = _seen(parameters[index].grad)
+            if now[0] is not left[0] or now[1] != left[1]:
+                return index
+        return next((index for samples in self._samples for index in samples.changed()), None)
 
     def check_ended(self) -> None:
         """Before the step is sealed."""
@@ -156,20 +184,44 @@ class GradientStream:
                                           "zero_grad() and do the step's backward passes again")
 
     def finish(self) -> None:
-        """The step is over: decided or discarded."""
-        self.begun, self.sealed, self.micro_steps = False, None, 0
-        self._given.clear()
+        """The step is decided."""
+        if not self.frees:
+            self._leaves_at = [came or before for came, before in zip(self._came, self._leaves_at)]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._forget_gradients()
+        self._came = [0] * len(self._came)
         self._backwards.clear()
 
     def discard(self) -> None:
-        """Takes back what was given since the last step."""
-        if self._forks != _forks or self._failed():  # A fork, which has given nothing; or nothing is there any more.
-            return
+        """With zero_grad(): takes back what was given since the last step."""
+        if self.take_back():
+            self._forget()
+
+    def take_back(self) -> bool:
+        """The same for a step that goes on with what is in `.grad`. False: this is a fork, which has given nothing, or
+        the session has failed."""
+        if self._forks != _forks or self._failed():
+            return False
         if self._copies is not None:
             self._copies.wait()
         if self.begun:
             self._session.discard()
-        self.finish()
+        self._forget_gradients()
+        return True
+
+    def _forget_gradients(self) -> None:
+        self.begun, self.sealed = False, None
+        for each in (self.left, self._leaving, self._samples):
+            each.clear()
+
+    def zero(self, index: int, parameter: torch.nn.Parameter, set_to_none: bool) -> None:
+        """What zero_grad() makes of a `.grad` that was freed."""
+        if index in self._freed:
+            self._freed.discard(index)
+            if not set_to_none and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     # ------------------------------------------------------------ inside a backward
 
@@ -182,8 +234,16 @@ class GradientStream:
             if backward not in self._backwards:
                 self.enter_backward(backward)
                 at_end_of_backward(functools.partial(self.leave_backward, backward))
-            self._give(index, gradient)
-        parameter.grad = None
+            if self.comes(index):
+                self._give(index, gradient)
+                self.has_left(index, parameter)
+
+
+def _seen(gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """Changes when it is written, or is another one, which may have its address once it is gone."""
+    if gradient is None:
+        return None, 0
+    return gradient, (gradient._local_tensor if isinstance(gradient, DTensor) else gradient)._version
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -217,14 +277,14 @@ class _Copies:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
             self._pinned.append(address)
 
-    def start(self, index: int, micro_step: int, gradient: torch.Tensor, final: bool) -> None:
+    def start(self, index: int, gradient: torch.Tensor) -> None:
         stream = self._streams.get(gradient.device)
         if stream is None:
             stream = self._streams[gradient.device] = torch.cuda.Stream(gradient.device)
         stream.wait_stream(torch.cuda.current_stream(gradient.device))
         ticket = self._tickets[index]
-        places, ticket.attempt = self._session.gradient_places(index, micro_step)
-        ticket.final = final
+        places, ticket.attempt = self._session.gradient_places(index)
+        ticket.final = True
         with torch.cuda.stream(stream):
             flat = gradient.reshape(-1)
             for address, offset, elements in places:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,8 +19,8 @@ class Watch:
     def __init__(self, parameters: Sequence[torch.Tensor]):
         self._parameters = parameters
         self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
-        self._samples: dict[tuple[torch.device, torch.dtype], _Samples] = {}
-        self._kept: dict[int, _Samples] = {}
+        self._samples: list[Samples] = []
+        self._kept: dict[int, Samples] = {}
         self.remember()
 
     def remember(self, indices: Sequence[int] | None = None) -> None:
@@ -33,7 +33,7 @@ class Watch:
         if moved:
             self._sample()
         elif indices is None:
-            for samples in self._samples.values():
+            for samples in self._samples:
                 samples.keep()
         else:
             for index in indices:
@@ -47,25 +47,31 @@ class Watch:
 
     def first_written(self) -> int | None:
         """One whose elements have changed, by any write. On a GPU this waits for it."""
-        for samples in self._samples.values():
+        for samples in self._samples:
             for index in samples.changed():
                 if self._parameters[index].requires_grad:
                     return index
         return None
 
     def _sample(self) -> None:
-        kinds: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
-        for index, parameter in enumerate(self._parameters):
-            here = local(parameter)
-            if parameter.requires_grad and here.is_contiguous() and here.numel() > 0:
-                few = here.view(-1)[::max(here.numel() // _SAMPLES, 1)]
-                kinds.setdefault((here.device, here.dtype), {})[index] = few
-        self._samples = {kind: _Samples(views) for kind, views in kinds.items()}
-        self._kept = {index: samples for samples in self._samples.values() for index in samples.places}
+        self._samples = sampled({index: parameter for index, parameter in enumerate(self._parameters)
+                                 if parameter.requires_grad})
+        self._kept = {index: samples for samples in self._samples for index in samples.places}
 
 
-class _Samples:
-    """Of parameters of one kind, as one tensor. views: of their memory, by index."""
+def sampled(tensors: Mapping[int, torch.Tensor]) -> list[Samples]:
+    """Some elements of each."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for index, tensor in tensors.items():
+        here = local(tensor)
+        if here.is_contiguous() and here.numel() > 0:
+            few = here.view(-1)[::max(here.numel() // _SAMPLES, 1)]
+            kinds.setdefault((here.device, here.dtype), {})[index] = few
+    return [Samples(views) for views in kinds.values()]
+
+
+class Samples:
+    """Of tensors of one kind, as one. views: of their memory, by index."""
 
     def __init__(self, views: dict[int, torch.Tensor]):
         self._views = views
