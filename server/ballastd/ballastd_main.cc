@@ -140,13 +140,10 @@ bool IsForThisProcess(const siginfo_t& info, ballast::server::HeldFiles* held) {
   return false;
 }
 
-void TellSaves(const std::vector<std::shared_ptr<ballast::Job>>& jobs,
-               ballast::server::ServiceManager& manager) {
+void TellWork(const ballast::Engine& engine, ballast::server::ServiceManager& manager) {
   std::vector<std::string> lines;
-  for (const auto& job : jobs) {
-    for (const ballast::SaveProgress& save : job->Status().saves) {
-      lines.push_back(ballast::server::ToString(job->spec().name, save));
-    }
+  for (const ballast::Activity& activity : engine.ListActivities()) {
+    lines.push_back(ballast::server::LineOf(activity.job, ballast::ToLine(activity)));
   }
   if (!lines.empty()) manager.Saving(absl::StrJoin(lines, ", "));
 }
@@ -175,9 +172,9 @@ int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
     if (signal > 0 && IsForThisProcess(info, held)) return signal;
     // EAGAIN: the interval is over. EINTR comes from a handler, such as that of thread_facts.cc.
     if (signal > 0 || errno != EAGAIN) continue;
-    const auto jobs = engine.ListJobs();  // Takes the lock that everything else takes.
+    engine.ListJobs();  // Takes the lock that everything else takes.
     manager.KeepAlive();
-    if (manager.is_saving()) TellSaves(jobs, manager);
+    if (manager.is_saving()) TellWork(engine, manager);
     status_page.KeepTrying(absl::Now());
   }
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <thread>
 #include <utility>
 
@@ -74,23 +73,6 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
     report.failed.push_back(
         absl::StrCat(at_step(status.committed_step), ": ", saved.status().message()));
   }
-}
-
-std::string Gib(int64_t bytes) {
-  return absl::StrCat(std::round(10 * static_cast<double>(bytes) / 0x1p30) / 10);
-}
-
-}  // namespace
-
-std::string ToString(const std::string& job, const SaveProgress& save) {
-  constexpr double kLongSeconds = 10;
-  return absl::StrCat(
-      "saving job ", job, " at step ", save.step, ": ", Gib(save.written_bytes), " of ",
-      Gib(save.size_bytes), " GiB",
-      save.seconds_since_progress < kLongSeconds
-          ? ""
-          : absl::StrCat("; the disk has taken nothing for ",
-                         std::round(save.seconds_since_progress), " s: it is slow, or hangs"));
 }
 
 DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory) {

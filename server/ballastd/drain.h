@@ -23,9 +23,6 @@ struct DrainReport {
 // lost.
 DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory);
 
-// "saving job gpt at step 5: 1.5 of 6 GiB", and how long the disk has taken nothing if that is long.
-std::string ToString(const std::string& job, const SaveProgress& save);
-
 }  // namespace ballast::server
 
 #endif  // BALLAST_SERVER_BALLASTD_DRAIN_H_

@@ -47,7 +47,7 @@ const std::vector<Group>& Groups() {
        {"seal_deadline_seconds", "checkpoint_dir", "checkpoint_every", "checkpoint_keep",
         "forget_after", "drain_seconds"}},
       {"The process itself",
-       {"config", "check_config", "user", "upgrade", "check_state", "log_level",
+       {"config", "check_config", "user", "upgrade", "check_state", "log_level", "log_format",
         "startup_benchmark", "self_benchmark"}},
   };
   return *groups;

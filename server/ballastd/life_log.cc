@@ -5,13 +5,10 @@
 #include "absl/strings/str_cat.h"
 
 namespace ballast::server {
-namespace {
 
 std::string LineOf(const std::string& job, const std::string& text) {
   return job.empty() ? text : absl::StrCat("job ", job, ": ", text);
 }
-
-}  // namespace
 
 std::string LifeLog::Rest(const Windows::value_type& window) {
   const auto& [of, rest] = window;

@@ -15,6 +15,9 @@
 
 namespace ballast::server {
 
+// "job gpt2: TEXT", or the text alone where no job is meant.
+std::string LineOf(const std::string& job, const std::string& text);
+
 // Thread-safe.
 class LifeLog {
  public:

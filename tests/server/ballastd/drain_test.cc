@@ -15,13 +15,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-TEST(SaveProgress, IsTheLineOfAServiceManager) {
-  SaveProgress save = {.step = 5, .written_bytes = 3 << 29, .size_bytes = 6LL << 30};
-  EXPECT_EQ(ToString("gpt", save), "saving job gpt at step 5: 1.5 of 6 GiB");
-  save.seconds_since_progress = 34.6;
-  EXPECT_THAT(ToString("gpt", save), HasSubstr("the disk has taken nothing for 35 s"));
-}
-
 class Drain : public TinyJobTest {
  protected:
   void SetUp() override {
