@@ -44,6 +44,7 @@
 #include "server/ballastd/service_manager.h"
 #include "server/ballastd/state_check.h"
 #include "server/ballastd/status_page.h"
+#include "server/call_pool.h"
 #include "server/holder/held_files.h"
 #include "server/holder/holder.h"
 #include "server/holder/holder_table.h"
