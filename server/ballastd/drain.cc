@@ -75,6 +75,8 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
   }
 }
 
+}  // namespace
+
 DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory) {
   DrainReport report;
   using Clock = std::chrono::steady_clock;
