@@ -48,12 +48,9 @@
 #include "server/ballastd/start_check.h"
 #include "server/ballastd/state_check.h"
 #include "server/ballastd/status_page.h"
-<<<<<<< HEAD
 #include "server/ballastd/stop_signals.h"
 #include "server/ballastd/unused_jobs.h"
-=======
 #include "server/call_pool.h"
->>>>>>> h-life
 #include "server/holder/held_files.h"
 #include "server/holder/holder.h"
 #include "server/holder/holder_table.h"
