@@ -20,6 +20,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -41,8 +42,8 @@ absl::Status OutOfMemory(const std::string& job) {
 
 absl::Status RestartingError() {
   return WithReason(
-      absl::UnavailableError("the service's process is being replaced, as planned, by "
-                             "another one, which goes on with its jobs"),
+      absl::UnavailableError("the service's process ends as planned; the next one goes on "
+                             "with its jobs"),
       reason::kRestarting);
 }
 
@@ -211,10 +212,11 @@ void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
     environment.tell(
         {.job = spec.name,
          .text = absl::StrCat(
-             "created for ", spec.layout.world_size, " ranks: ", spec.layout.parameters.size(),
-             " parameters, ", elements, " trainable elements, ", job.Status().memory.total_bytes(),
-             " bytes, in ", std::round(10 * std::chrono::duration<double>(took).count()) / 10,
-             " s")});
+             "created for ", Counted(spec.layout.world_size, "rank"), ": ",
+             Counted(static_cast<int64_t>(spec.layout.parameters.size()), "parameter"), ", ",
+             Counted(elements, "trainable element"), ", ",
+             FormatBytes(job.Status().memory.total_bytes()), ", in ",
+             std::round(10 * std::chrono::duration<double>(took).count()) / 10, " s")});
   });
 }
 

@@ -42,6 +42,8 @@ std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const J
           uid = job.uid()] {
     if (revoked()) return true;
     const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(name);
+    // It stays for the process that takes this one's place.
+    if (ReasonOf(found.status()) == reason::kRestarting) return false;
     // Not found, or UNAVAILABLE because another job of this name is being created: either way this
     // one is closed.
     return !found.ok() || (*found)->uid() != uid;

@@ -633,7 +633,7 @@ int32_t ballast_load(ballast_session* session, const char* directory) {
 int32_t ballast_close_job(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    return Session::CloseJob(session->channel, session->options.job.name,
+    return Session::CloseJob(session->connection->channel(), session->options.job.name,
                              session->session->job_uid());
   });
 }

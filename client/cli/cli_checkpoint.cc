@@ -72,7 +72,7 @@ absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
     // and a second load raises the generation again.
     const auto response = [&] {
       const ProgressBar bar(
-          WorkOf(service.jobs(), job,
+          WorkOf(service.channel(), job,
                  {ActivityKind::kMakingSecondVersions, ActivityKind::kWritingCheckpoint}));
       return service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
     }();
@@ -97,7 +97,7 @@ absl::StatusOr<std::string> Load(Service& service, const v1::LoadJobRequest& req
                                  const std::string& job, bool as_json) {
   const auto response = [&] {
     const ProgressBar bar(
-        WorkOf(service.jobs(), job,
+        WorkOf(service.channel(), job,
                {ActivityKind::kVerifyingCheckpoint, ActivityKind::kLoadingCheckpoint}));
     return service.Call(service.state(), &v1::StateService::Stub::LoadJob, request);
   }();
@@ -209,7 +209,7 @@ absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
   request.set_directory(arguments.positional(0));
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
     const auto verify = [&] {
-      const ProgressBar bar(WorkOf(service.jobs(), "", {ActivityKind::kVerifyingCheckpoint}));
+      const ProgressBar bar(WorkOf(service.channel(), "", {ActivityKind::kVerifyingCheckpoint}));
       return service.Read(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request);
     };
     BALLAST_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response, verify());

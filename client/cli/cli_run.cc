@@ -88,8 +88,10 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   // Wrong usage is found before the service is called.
   absl::StatusOr<Action> action = command.prepare(arguments);
   if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
-  const std::string address =
-      arguments.Has("service") ? arguments.Get("service", "") : DefaultService();
+  // One that asks no service looks for none.
+  const std::string address = arguments.Has("service") ? arguments.Get("service", "")
+                              : command.asks_service   ? DefaultService()
+                                                       : "127.0.0.1:7070";
   if (const absl::Status status = CheckAddress(address); !status.ok()) {
     return Fail(kWrongUsage, status, see, error);
   }

@@ -1,5 +1,6 @@
 #include "client/cli/cli_service.h"
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -26,8 +27,9 @@ Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
 }
 
 absl::Status Service::Connect() {
+  constexpr absl::Duration kConnectLimit = absl::Seconds(20);
   untrusted_may_pass_ = false;
-  const auto connected = connection_.Connected(timeout_);
+  const auto connected = connection_.Connected(std::min(timeout_, kConnectLimit));
   if (!connected.ok()) {
     return absl::UnavailableError(
         absl::StrCat("no service answers at ", address_, ": ", connected.status().message(),

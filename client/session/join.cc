@@ -81,14 +81,15 @@ class CreationWatch {
       if (absl::IsNotFound(job.status())) return absl::OkStatus();
       BALLAST_RETURN_IF_ERROR(job.status());
       if (job->phase() != v1::CREATING) return absl::OkStatus();
+      const absl::Time now = clock_.Now();
       Activity activity;
       for (const v1::Activity& each : job->activities()) {
-        if (each.kind() == v1::MAKING_MEMORY) activity = proto::FromProto(each);
+        if (each.kind() != v1::MAKING_MEMORY) continue;
+        activity = proto::FromProto(each);
+        // From its last sign of life there is as much time as from the beginning.
+        deadline_ = std::max(deadline_, now - absl::Seconds(activity.seconds_since_progress) +
+                                            options_.join_timeout);
       }
-      const absl::Time now = clock_.Now();
-      // From its last sign of life there is as much time as from the beginning.
-      deadline_ = std::max(
-          deadline_, now - absl::Seconds(activity.seconds_since_progress) + options_.join_timeout);
       if (now >= deadline_) {
         return absl::DeadlineExceededError(
             absl::StrCat("the service is ", ToLine(activity), "; see its log"));
@@ -126,10 +127,11 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   // If a certain job is wanted, a new and empty one must not take its place.
   const bool creates = options.rank == 0 && options.job_uid.empty();
   CreationWatch creation(transport, clock, options, deadline);
-  while (creates) {
+  // Doubled each time: a large description may take long to send.
+  for (absl::Duration look = kFirstLook; creates; look *= 2) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
-    const absl::Status created = transport.CreateJob(create, std::min(left(), kFirstLook)).status();
+    const absl::Status created = transport.CreateJob(create, std::min(left(), look)).status();
     // If the job exists, attaching compares the descriptions.
     if (created.ok() || absl::IsAlreadyExists(created)) break;
     if (!absl::IsDeadlineExceeded(created)) return created;

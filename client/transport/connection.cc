@@ -101,20 +101,19 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connection::Connected(absl::Durat
   const grpc_connectivity_state state = last->GetState(false);
   // An in-process channel is always shut down.
   if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_SHUTDOWN) return last;
-  auto next = std::chrono::steady_clock::now();
   do {
-    if (std::chrono::steady_clock::now() >= next) {
+    const bool failed =
+        attempts_.empty() || attempts_.back()->GetState(false) == GRPC_CHANNEL_TRANSIENT_FAILURE;
+    if (failed || std::chrono::steady_clock::now() >= next_) {
       Begin();
-      next = SteadyDeadline(kBetweenAttempts);
+      next_ = SteadyDeadline(kBetweenAttempts);
     }
     if (auto found = Outcome()) return found;
     if (cancelled_) return absl::CancelledError("the session was closed");
     Poll(attempts_);
   } while (std::chrono::steady_clock::now() < end);
   return absl::UnavailableError(
-      "a connection was accepted, but nothing answers on it: ballastd hangs or is just starting, "
-      "or "
-      "something else listens there");
+      "nothing has answered there: the host is down or drops packets, or what listens there hangs");
 }
 
 }  // namespace ballast::client

@@ -17,6 +17,7 @@
 #include <grpcpp/channel.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -57,6 +58,7 @@ class Connection {
   // One thread at a time connects, and another one finds what it has found.
   Mutex connecting_;
   std::deque<std::shared_ptr<grpc::Channel>> attempts_ ABSL_GUARDED_BY(connecting_);
+  std::chrono::steady_clock::time_point next_ ABSL_GUARDED_BY(connecting_);  // Attempt.
   mutable Mutex mutex_;
   std::shared_ptr<grpc::Channel> channel_ ABSL_GUARDED_BY(mutex_);
 };

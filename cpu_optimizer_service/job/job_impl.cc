@@ -207,9 +207,10 @@ void JobImpl::StartTask(std::function<void()> work, int node) {
 
 void JobImpl::Tell(std::string text, int rank) {
   if (!environment_.tell) return;
-  RunAfter([this, self = Self(),
+  // Without the job: who is told that it is closed may count on its memory.
+  RunAfter([tell = environment_.tell,
             event = JobEvent{.job = spec().name, .rank = rank, .text = std::move(text)}] {
-    environment_.tell(event);
+    tell(event);
   });
 }
 
@@ -412,6 +413,7 @@ Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
             if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed) {
               gate_.Close();
               if (kept_ != nullptr) kept_->GiveUp();
+              Tell("closed; it was broken");
             }
             if (gate_.phase() == Phase::kClosed || !admitted.ok()) {
               return Reply<bool>(std::move(done), admitted.ok() ? absl::StatusOr<bool>(true)

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -379,7 +380,7 @@ void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Statu
 void JobImpl::TellOfSave(const Saving& saving, const absl::StatusOr<CheckpointInfo>& result) {
   if (result.ok()) {
     return Tell(absl::StrCat("saved step ", result->step, " in ", result->directory, ": ",
-                             result->size_bytes, " bytes in ",
+                             FormatBytes(result->size_bytes), " in ",
                              std::round(10 * SecondsSince(saving.began)) / 10, " s"));
   }
   // A save that nobody waits for warns of it itself.

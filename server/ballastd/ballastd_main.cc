@@ -71,7 +71,7 @@ int Fail(const absl::Status& status, int exit_code) {
 // Once there are jobs. Nothing is destroyed: that would close them.
 [[noreturn]] void FailWithJobs(const absl::Status& status, int exit_code) {
   Fail(status, exit_code);
-  spdlog::shutdown();
+  spdlog::default_logger()->flush();
   std::fflush(nullptr);
   _exit(exit_code);
 }
@@ -553,7 +553,7 @@ int main(int argc, char** argv) {
     (*manager)->StopRefused(absl::StrCat("not stopped, because not saved: ", why_not));
   }
   (*manager)->Stopping("stopped");
-  spdlog::shutdown();
+  spdlog::default_logger()->flush();  // Not its end: other threads still log.
   std::fflush(nullptr);
   // Every job is saved and every call has ended. Shutting gRPC's library down would sometimes wait
   // ten seconds for one of its pollers.

@@ -20,7 +20,7 @@ std::string LifeLog::Rest(const Windows::value_type& window) {
 void LifeLog::Tell(const JobEvent& event, Clock::time_point now) {
   std::string rest;
   bool is_left_out = false;
-  if (event.rank >= 0) {
+  {
     MutexLock lock(mutex_);
     const auto found = windows_.try_emplace({event.job, event.rank}).first;
     Window& window = found->second;

@@ -26,8 +26,9 @@ class LifeLog {
   // `log` gets "job NAME: ..."; any thread.
   explicit LifeLog(std::function<void(const std::string& line)> log) : log_(std::move(log)) {}
 
-  // At once. A rank that comes and goes again and again has kMostLines in a minute; of what is left
-  // out the last one follows at the minute's end, with the number of the others.
+  // At once. A rank that comes and goes again and again has kMostLines in a minute, and so have a
+  // job's events that are of no rank. Of what is left out the last one follows at the minute's end,
+  // with the number of the others.
   static constexpr int kMostLines = 8;
   static constexpr std::chrono::minutes kWindow{1};
   void Tell(const JobEvent& event, Clock::time_point now = Clock::now());

@@ -46,10 +46,10 @@ void UnusedJobs::Forget(const std::shared_ptr<Job>& job, Seen& seen, absl::Time 
   const std::string& name = job->spec().name;
   const absl::StatusOr<std::string> saved = SaveState(engine_, *job);
   if (!saved.ok()) {
+    if (job->Status().phase == JobPhase::kClosed) return;  // Whoever has closed it wants no save.
     spdlog::warn(
         "job {} has had no rank for {}, and stays, because it could not be saved: {}; this is "
-        "tried "
-        "again",
+        "tried again",
         name, absl::FormatDuration(after_), std::string(saved.status().message()));
     return;
   }

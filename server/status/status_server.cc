@@ -82,11 +82,11 @@ Number NumberOf(const HttpRequest& request, const std::string& name) {
 // protobuf's JSON form of JobHistory, in as many entries as a chart can show.
 HttpAnswer HistoryAnswer(const Job& job, const HttpRequest& request) {
   constexpr uint32_t kMostEntries = 1000;
-  const auto entries = NumberOf<uint32_t>(request, "entries");
-  const v1::JobHistory history =
-      ToMessage(job.History({.first_step = NumberOf<uint64_t>(request, "first"),
-                             .last_step = NumberOf<uint64_t>(request, "last"),
-                             .max_entries = std::clamp(entries, uint32_t{1}, kMostEntries)}));
+  const auto entries = NumberOf<uint32_t>(request, "entries");  // 0: it does not say.
+  const v1::JobHistory history = ToMessage(
+      job.History({.first_step = NumberOf<uint64_t>(request, "first"),
+                   .last_step = NumberOf<uint64_t>(request, "last"),
+                   .max_entries = entries > 0 ? std::min(entries, kMostEntries) : kMostEntries}));
   std::string text;
   const auto written = google::protobuf::util::MessageToJsonString(history, &text);
   return written.ok() ? JsonAnswer(std::move(text))

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"
@@ -68,9 +69,11 @@ void ProgressBar::Draw() {
   drawn_ = true;
 }
 
-std::function<std::optional<Activity>()> WorkOf(v1::JobService::Stub& jobs, std::string job,
-                                                std::vector<ActivityKind> kinds) {
-  return [&jobs, job = std::move(job), kinds = std::move(kinds)]() -> std::optional<Activity> {
+std::function<std::optional<Activity>()> WorkOf(std::shared_ptr<grpc::Channel> channel,
+                                                std::string job, std::vector<ActivityKind> kinds) {
+  // Its own: the command's calls may connect again meanwhile, and replace theirs.
+  return [jobs = std::make_shared<v1::JobService::Stub>(std::move(channel)), job = std::move(job),
+          kinds = std::move(kinds)]() -> std::optional<Activity> {
     std::optional<Activity> newest;
     const auto consider = [&](const auto& activities) {
       for (const v1::Activity& message : activities) {
@@ -79,18 +82,17 @@ std::function<std::optional<Activity>()> WorkOf(v1::JobService::Stub& jobs, std:
         if (!newest.has_value() || activity.seconds < newest->seconds) newest = activity;
       }
     };
-    // By the stub, which is thread-safe: the command's own call is under way.
     grpc::ClientContext context;
     context.set_deadline(proto::Deadline(kLookLimit));
     if (!job.empty()) {
       v1::GetJobRequest request;
       request.set_name(proto::JobName(job));
       v1::Job response;
-      if (jobs.GetJob(&context, request, &response).ok()) consider(response.activities());
+      if (jobs->GetJob(&context, request, &response).ok()) consider(response.activities());
       return newest;
     }
     v1::ListJobsResponse response;
-    if (!jobs.ListJobs(&context, v1::ListJobsRequest(), &response).ok()) return newest;
+    if (!jobs->ListJobs(&context, v1::ListJobsRequest(), &response).ok()) return newest;
     consider(response.activities());
     for (const v1::Job& each : response.jobs()) consider(each.activities());
     return newest;

@@ -2,13 +2,15 @@
 #ifndef BALLAST_CLIENT_CLI_TERMINAL_PROGRESS_BAR_H_
 #define BALLAST_CLIENT_CLI_TERMINAL_PROGRESS_BAR_H_
 
+#include <grpcpp/channel.h>
+
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/strings/string_view.h"
-#include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/common/system/periodic_thread.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 
@@ -37,8 +39,8 @@ class ProgressBar {
 std::string BarLine(const Activity& activity, size_t columns);
 
 // The newest work of these kinds for the job, or, without a job's name, of any or none: for a bar.
-std::function<std::optional<Activity>()> WorkOf(v1::JobService::Stub& jobs, std::string job,
-                                                std::vector<ActivityKind> kinds);
+std::function<std::optional<Activity>()> WorkOf(std::shared_ptr<grpc::Channel> channel,
+                                                std::string job, std::vector<ActivityKind> kinds);
 
 }  // namespace ballast::client::cli
 

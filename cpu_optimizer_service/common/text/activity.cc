@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 
 namespace ballast {
 namespace {
@@ -73,10 +75,12 @@ std::string ToLine(const Activity& activity) {
   }
   if (activity.seconds < kFirstRateSeconds || activity.done_bytes <= 0) return line;
   const double rate = static_cast<double>(activity.done_bytes) / activity.seconds;
-  absl::StrAppend(&line, ", ", std::round(rate / 0x1p20), " MiB/s");
+  absl::StrAppend(&line, ", ", FormatBytes(static_cast<int64_t>(rate)), "/s");
   if (activity.total_bytes > activity.done_bytes) {
     const double left = static_cast<double>(activity.total_bytes - activity.done_bytes) / rate;
-    absl::StrAppend(&line, ", ", std::ceil(left), " s left");
+    absl::StrAppend(&line, ", ",
+                    absl::FormatDuration(absl::Ceil(absl::Seconds(left), absl::Seconds(1))),
+                    " left");
   }
   return line;
 }

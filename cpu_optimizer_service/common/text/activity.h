@@ -43,7 +43,7 @@ struct Activity {
   double seconds_since_progress = 0;  // Since it last got further.
 };
 
-// "making memory for second versions: 3.1 of 5.2 GiB, 0.2 GiB/s, 11 s left". The directory goes
+// "making memory for second versions: 3.1 of 5.2 GiB, 201.50 MiB/s, 11s left". The directory goes
 // along; the job does not. What has not got further for long says so, and no cause.
 std::string ToLine(const Activity& activity);
 

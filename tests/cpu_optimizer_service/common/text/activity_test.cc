@@ -14,7 +14,7 @@ TEST(Activity, LineSaysWhatHowFarAndHowLongStill) {
                        .total_bytes = int64_t{5} << 30,
                        .seconds = 6};
   EXPECT_EQ(ToLine(activity),
-            "making memory for second versions: 3 of 5 GiB, 512 MiB/s, 4 s left");
+            "making memory for second versions: 3 of 5 GiB, 512.00 MiB/s, 4s left");
   // What stands still says that, and no reason.
   activity.seconds_since_progress = 61;
   EXPECT_EQ(ToLine(activity),
