@@ -17,6 +17,7 @@ set(CPACK_DEBIAN_COMPRESSION_TYPE gzip)
 
 set(changelog ${CMAKE_CURRENT_BINARY_DIR}/changelog.Debian.gz)
 set(debian_version ${PROJECT_VERSION}-${CPACK_DEBIAN_PACKAGE_RELEASE})
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS debian/changelog)
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/debian/changelog newest LIMIT_COUNT 1)
 if(NOT newest MATCHES "^ballast \\(${debian_version}\\) ")
   message(FATAL_ERROR "deploy/debian/changelog begins with '${newest}', and the version is ${debian_version}")

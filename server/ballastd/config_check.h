@@ -1,5 +1,5 @@
-// --check-config: whether the service would start with the flags and the files that they name. As root
-// it looks as the user that the service runs as, because root may read and write everything.
+// --check-config: whether the service would start with the flags and the files that they name. As
+// root it looks as the user that the service runs as, because root may read and write everything.
 #ifndef BALLAST_SERVER_BALLASTD_CONFIG_CHECK_H_
 #define BALLAST_SERVER_BALLASTD_CONFIG_CHECK_H_
 
@@ -15,8 +15,9 @@ namespace ballast::server {
 inline constexpr char kServiceUser[] = "ballast";
 
 // From now on, and for good, this process is of that user, by name or number, and of its groups.
-// Empty: of kServiceUser, if this is root and there is such a user. Returns the user's name; empty: it
-// stays as it is. INVALID_ARGUMENT: there is no such user. PERMISSION_DENIED: only root becomes another.
+// Empty: of kServiceUser, if this is root and there is such a user. Returns the user's name; empty:
+// it stays as it is. INVALID_ARGUMENT: there is no such user. PERMISSION_DENIED: only root becomes
+// another.
 absl::StatusOr<std::string> BecomeUser(const std::string& user);
 
 // Whether the service could write where the flags say. Makes no directory. Errors are one line.

@@ -1,9 +1,11 @@
-// Reports how the service is to systemd, or to another manager that started this process with NOTIFY_SOCKET in its
-// environment, as sd_notify(3) does. Without NOTIFY_SOCKET every call does nothing.
+// Reports how the service is to systemd, or to another manager that started this process with
+// NOTIFY_SOCKET in its environment, as sd_notify(3) does. Without NOTIFY_SOCKET every call does
+// nothing.
 //
-// Where the manager has a watchdog (WATCHDOG_USEC), a thread reports that the process lives, from the beginning on, so
-// that a recovery may take long. Once the service is ready, the thread ends the process when KeepAlive is no longer
-// called: the parent, which holds the service's memory, then starts it again over that, before the manager ends both.
+// Where the manager has a watchdog (WATCHDOG_USEC), a thread reports that the process lives, from
+// the beginning on, so that a recovery may take long. Once the service is ready, the thread ends
+// the process when KeepAlive is no longer called: the parent, which holds the service's memory,
+// then starts it again over that, before the manager ends both.
 //
 // Threads: one call at a time.
 #ifndef BALLAST_SERVER_BALLASTD_SERVICE_MANAGER_H_
@@ -25,15 +27,16 @@ namespace ballast::server {
 
 class ServiceManager {
  public:
-  // As NOTIFY_SOCKET and WATCHDOG_USEC say. INVALID_ARGUMENT, naming the variable, if one has no usable value;
-  // UNAVAILABLE if no process listens there.
+  // As NOTIFY_SOCKET and WATCHDOG_USEC say. INVALID_ARGUMENT, naming the variable, if one has no
+  // usable value; UNAVAILABLE if no process listens there.
   static absl::StatusOr<std::unique_ptr<ServiceManager>> FromEnvironment();
 
   // Each `status` is a line for people, in `systemctl status`.
   // The service answers.
   void Ready(absl::string_view status);
-  // It was asked to stop, and saves what it has; again when that is further. From now on KeepAlive also asks for more time: a manager that stops a
-  // service ends it by force when its time is over, and does not take the stop back where the service refuses it.
+  // It was asked to stop, and saves what it has; again when that is further. From now on KeepAlive
+  // also asks for more time: a manager that stops a service ends it by force when its time is over,
+  // and does not take the stop back where the service refuses it.
   void Saving(absl::string_view status);
   // A job could not be saved, so it does not stop.
   void StopRefused(absl::string_view status);
@@ -43,8 +46,8 @@ class ServiceManager {
   // Between Saving and what comes after it.
   bool is_saving() const { return is_saving_; }
 
-  // Call KeepAlive at least as often, from Ready to the end: the service is not stuck, and, after Saving, it needs more
-  // time.
+  // Call KeepAlive at least as often, from Ready to the end: the service is not stuck, and, after
+  // Saving, it needs more time.
   absl::Duration keep_alive_interval() const { return keep_alive_interval_; }
   void KeepAlive();
 

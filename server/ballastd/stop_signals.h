@@ -1,5 +1,6 @@
-// When signals end a service without a save. The first one makes it drain and save, at once. One stop
-// may come several times: Slurm signals every process of a job, the job's script the service alone.
+// When signals end a service without a save. The first one makes it drain and save, at once. One
+// stop may come several times: Slurm signals every process of a job, the job's script the service
+// alone.
 #ifndef BALLAST_SERVER_BALLASTD_STOP_SIGNALS_H_
 #define BALLAST_SERVER_BALLASTD_STOP_SIGNALS_H_
 

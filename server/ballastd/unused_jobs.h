@@ -18,10 +18,10 @@ class UnusedJobs {
   UnusedJobs(Engine& engine, absl::Duration after) : engine_(engine), after_(after) {}
 
   // Call it about every second. `now`: of a clock that never goes back. A job that has had no rank
-  // and no change since a call at least `after` before this one is saved and closed; a step that its
-  // ranks left undecided is given up, as it is when a rank attaches again. One without weights has
-  // nothing to save. One that cannot be saved stays, is logged with the reason, and is tried again
-  // later. Blocks while it saves. A rank that comes meanwhile keeps the job.
+  // and no change since a call at least `after` before this one is saved and closed; a step that
+  // its ranks left undecided is given up, as it is when a rank attaches again. One without weights
+  // has nothing to save. One that cannot be saved stays, is logged with the reason, and is tried
+  // again later. Blocks while it saves. A rank that comes meanwhile keeps the job.
   void Look(absl::Time now);
 
  private:

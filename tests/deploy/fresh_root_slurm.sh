@@ -112,7 +112,7 @@ for how in scancel "scontrol requeue"; do
     await 120 "the training did not begin" grep -q '^step 2/' "ballast-$name/rank-0.log"
     $how "$job"
     await 60 "$how of $name did not save" grep -q 'stopped and saved' "$name.out"
-    grep -q "saved job $name at step" "ballast-$name/ballastd.log" || fault "$name was not saved"
+    grep -q "job $name: saved step [0-9]* in" "ballast-$name/ballastd.log" || fault "$name was not saved"
     if grep -q 'train.sbatch: the service' "$name.out"; then fault "$how of $name: $(cat "$name.out")"; fi
     scancel --full --signal=KILL "$job" || true
     scancel "$job" || true

@@ -63,9 +63,10 @@ export function ticks(low, high, most) {
   if (!(rough > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
-  const values = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) values.push(value);
-  return values;
+  const first = Math.ceil(low / step) * step;
+  // Counted: a step below the precision of `first` would never arrive.
+  const number = Math.min(Math.floor((high - first) / step + 1e-9), most);
+  return Array.from({ length: number + 1 }, (_, index) => first + index * step);
 }
 
 // As real, short enough for an axis.
