@@ -385,7 +385,8 @@ class Binding:
                 self.peers.meet(f"closing {self._closings} begun")
             refused = _refusal(self._save_and_close, BallastError) if self.rank == 0 else ""
             if self.peers is not None:
-                refused = self.peers.from_first(f"closing {self._closings}", refused)
+                # A save takes as long as it takes.
+                refused = self.peers.from_first(f"closing {self._closings}", refused, is_bounded=False)
         if refused:
             raise _error_of(refused)
 
