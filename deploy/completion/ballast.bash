@@ -1,17 +1,27 @@
 # bash completion of ballast. Made by: ballast completion bash
 _ballast() {
   COMPREPLY=()
-  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]}
-  # Of --flag=VALUE the shell makes three words.
-  if [[ $word == = ]]; then word=''; elif [[ $before == = ]]; then before=${COMP_WORDS[COMP_CWORD - 2]}; fi
+  # The shell cuts at ':', as in HOST:PORT, which is put together again.
+  local words=() i
+  for ((i = 0; i <= COMP_CWORD; ++i)); do
+    if ((i > 1)) && [[ ${COMP_WORDS[i]} == :* || ${COMP_WORDS[i - 1]} == *: ]]; then
+      words[-1]+=${COMP_WORDS[i]}
+    else
+      words+=("${COMP_WORDS[i]}")
+    fi
+  done
+  local at=$((${#words[@]} - 1)) word=${COMP_WORDS[COMP_CWORD]}
+  local before=${words[at - 1]}
+  # Of --flag=VALUE it makes three words.
+  if [[ $word == = ]]; then word=''; elif [[ $before == = ]]; then before=${words[at - 2]}; fi
   local commands="jobs job history groups state trace set-group save load import export checkpoints verify abort-step undo close plan doctor completion"
   local files=" --out --tls-ca --tls-cert --tls-key --token-file " values=" --beta1 --beta2 --bias-correction --decoupled-weight-decay --dtype --eps --file-gb --lr --maximize --memory --plane --service --steps --timeout --wait --weight-decay --world-size "
-  local flags='' places=() place=0 i
-  if ((COMP_CWORD == 1)); then
+  local flags='' places=() place=0 flag ask=("${words[0]}" jobs --json --timeout=2)
+  if ((at == 1)); then
     mapfile -t COMPREPLY < <(compgen -W "$commands help --help --version" -- "$word")
     return
   fi
-  case ${COMP_WORDS[1]} in
+  case ${words[1]} in
     jobs) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=() ;;
     job) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     history) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
@@ -42,16 +52,18 @@ _ballast() {
     mapfile -t COMPREPLY < <(compgen -W "$flags" -- "$word")
     return
   fi
-  for ((i = 2; i < COMP_CWORD; ++i)); do
-    if [[ $files$values == *" ${COMP_WORDS[i]} "* ]]; then
+  for ((i = 2; i < at; ++i)); do
+    flag=${words[i]}
+    if [[ $files$values == *" $flag "* ]]; then
       ((i += 1))
-      if [[ ${COMP_WORDS[i]} == = ]]; then ((i += 1)); fi
-    elif [[ ${COMP_WORDS[i]} != -* ]]; then
+      if [[ ${words[i]} == = ]]; then ((i += 1)); fi
+      case $flag in --service | --tls-* | --token-file) ask+=("$flag=${words[i]}") ;; esac
+    elif [[ $flag != -* ]]; then
       ((place += 1))
     fi
   done
   case ${places[place]-} in
-    JOB) mapfile -t COMPREPLY < <(compgen -W "$("${COMP_WORDS[0]}" jobs --json --timeout=2 2>/dev/null | sed -n 's/^ *"name": "\(.*\)",$/\1/p')" -- "$word") ;;
+    JOB) mapfile -t COMPREPLY < <(compgen -W "$("${ask[@]}" 2>/dev/null | sed -n 's/^ *"name": "\([A-Za-z0-9._-]*\)",$/\1/p')" -- "$word") ;;
     COMMAND) mapfile -t COMPREPLY < <(compgen -W "$commands" -- "$word") ;;
     SHELL) mapfile -t COMPREPLY < <(compgen -W "bash zsh" -- "$word") ;;
     DIR | CHECKPOINT | SPEC) mapfile -t COMPREPLY < <(compgen -f -- "$word") ;;

@@ -30,8 +30,9 @@ std::vector<std::string> NamesOf(const std::vector<Command>& commands) {
 }
 
 // The tool answers within two seconds or not at all: a shell waits for it.
-constexpr char kJobs[] =
-    "jobs --json --timeout=2 2>/dev/null | sed -n 's/^ *\"name\": \"\\(.*\\)\",$/\\1/p'";
+constexpr char kAsk[] = "jobs --json --timeout=2";
+// bash executes what it finds in a list of words, so nothing else than a name gets there.
+constexpr char kNames[] = "2>/dev/null | sed -n 's/^ *\"name\": \"\\([A-Za-z0-9._-]*\\)\",$/\\1/p'";
 
 std::string BashScript() {
   const std::vector<Command> commands = AllCommands();
@@ -53,22 +54,34 @@ std::string BashScript() {
       "# bash completion of ballast. Made by: ballast completion bash\n"
       "_ballast() {\n"
       "  COMPREPLY=()\n"
-      "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]}\n"
-      "  # Of --flag=VALUE the shell makes three words.\n"
+      "  # The shell cuts at ':', as in HOST:PORT, which is put together again.\n"
+      "  local words=() i\n"
+      "  for ((i = 0; i <= COMP_CWORD; ++i)); do\n"
+      "    if ((i > 1)) && [[ ${COMP_WORDS[i]} == :* || ${COMP_WORDS[i - 1]} == *: ]]; then\n"
+      "      words[-1]+=${COMP_WORDS[i]}\n"
+      "    else\n"
+      "      words+=(\"${COMP_WORDS[i]}\")\n"
+      "    fi\n"
+      "  done\n"
+      "  local at=$((${#words[@]} - 1)) word=${COMP_WORDS[COMP_CWORD]}\n"
+      "  local before=${words[at - 1]}\n"
+      "  # Of --flag=VALUE it makes three words.\n"
       "  if [[ $word == = ]]; then word=''; elif [[ $before == = ]]; then "
-      "before=${COMP_WORDS[COMP_CWORD - 2]}; fi\n"
+      "before=${words[at - 2]}; fi\n"
       "  local commands=\"",
       absl::StrJoin(NamesOf(commands), " "),
       "\"\n"
       "  local files=\" ",
       absl::StrJoin(files, " "), " \" values=\" ", absl::StrJoin(values, " "),
       " \"\n"
-      "  local flags='' places=() place=0 i\n"
-      "  if ((COMP_CWORD == 1)); then\n"
+      "  local flags='' places=() place=0 flag ask=(\"${words[0]}\" ",
+      kAsk,
+      ")\n"
+      "  if ((at == 1)); then\n"
       "    mapfile -t COMPREPLY < <(compgen -W \"$commands help --help --version\" -- \"$word\")\n"
       "    return\n"
       "  fi\n"
-      "  case ${COMP_WORDS[1]} in\n",
+      "  case ${words[1]} in\n",
       cases,
       "    help) places=(COMMAND) ;;\n"
       "  esac\n"
@@ -81,17 +94,20 @@ std::string BashScript() {
       "    mapfile -t COMPREPLY < <(compgen -W \"$flags\" -- \"$word\")\n"
       "    return\n"
       "  fi\n"
-      "  for ((i = 2; i < COMP_CWORD; ++i)); do\n"
-      "    if [[ $files$values == *\" ${COMP_WORDS[i]} \"* ]]; then\n"
+      "  for ((i = 2; i < at; ++i)); do\n"
+      "    flag=${words[i]}\n"
+      "    if [[ $files$values == *\" $flag \"* ]]; then\n"
       "      ((i += 1))\n"
-      "      if [[ ${COMP_WORDS[i]} == = ]]; then ((i += 1)); fi\n"
-      "    elif [[ ${COMP_WORDS[i]} != -* ]]; then\n"
+      "      if [[ ${words[i]} == = ]]; then ((i += 1)); fi\n"
+      "      case $flag in --service | --tls-* | --token-file) ask+=(\"$flag=${words[i]}\") ;; "
+      "esac\n"
+      "    elif [[ $flag != -* ]]; then\n"
       "      ((place += 1))\n"
       "    fi\n"
       "  done\n"
       "  case ${places[place]-} in\n"
-      "    JOB) mapfile -t COMPREPLY < <(compgen -W \"$(\"${COMP_WORDS[0]}\" ",
-      kJobs,
+      "    JOB) mapfile -t COMPREPLY < <(compgen -W \"$(\"${ask[@]}\" ",
+      kNames,
       ")\" -- \"$word\") ;;\n"
       "    COMMAND) mapfile -t COMPREPLY < <(compgen -W \"$commands\" -- \"$word\") ;;\n"
       "    SHELL) mapfile -t COMPREPLY < <(compgen -W \"bash zsh\" -- \"$word\") ;;\n"
@@ -141,7 +157,7 @@ std::string ZshScript() {
       "_ballast_jobs() {\n"
       "  local -a jobs\n"
       "  jobs=(${(f)\"$(ballast ",
-      kJobs,
+      kAsk, " ", kNames,
       ")\"})\n"
       "  compadd -a jobs\n"
       "}\n"

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_replace.h"
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/connect.h"
 #include "tests/client/job_for_tests.h"
@@ -393,10 +394,11 @@ TEST_F(CliTest, CompletionIsOfTheCommandsAndFlagsThatThereAre) {
 }
 
 TEST_F(CliTest, BashCompletesCommandsFlagsAndJobs) {
+  std::string service = daemon_->Address();  // Where it asks by itself.
   const auto complete = [&](const std::string& line) {
     // As a terminal would cut it into words.
     const ProcessResult done = RunProcess(
-        {"/usr/bin/env", "BALLAST_SERVICE=" + daemon_->Address(), "/bin/bash", "-c",
+        {"/usr/bin/env", "BALLAST_SERVICE=" + service, "/bin/bash", "-c",
          "set -eu; source deploy/completion/ballast.bash; COMP_WORDS=(" + line +
              "); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _ballast; echo \"${COMPREPLY[*]}\""},
         directory_);
@@ -412,6 +414,12 @@ TEST_F(CliTest, BashCompletesCommandsFlagsAndJobs) {
   EXPECT_EQ(complete(ballast + "job gpt g"), "\n");
   EXPECT_EQ(complete(ballast + "state gpt wte --out = LICENS"), "LICENSE\n");
   EXPECT_EQ(complete(ballast + "help un"), "undo\n");
+  service = "unix:/nowhere";
+  const std::string cut = absl::StrReplaceAll(daemon_->Address(), {{":", " : "}});
+  EXPECT_EQ(complete(ballast + "job g"), "\n");
+  EXPECT_EQ(complete(ballast + "job --service " + cut + " g"), "gpt\n");
+  EXPECT_EQ(complete(ballast + "job --service = " + cut + " g"), "gpt\n");
+  EXPECT_EQ(complete(ballast + "job --service " + cut), "\n");
 }
 
 // "a,b,c", in the order in which they are printed.

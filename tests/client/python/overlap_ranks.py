@@ -176,6 +176,8 @@ def accumulates(rank, world_size, service, job, overlap, sharded=False, dtype="f
             fully_shard(each, mesh=mesh).set_force_sum_reduction_for_comms(True)
         model = module
     else:  # Small buckets, so that there are several.
+        if view:
+            module.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
         model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
 
     def made():

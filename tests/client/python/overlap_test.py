@@ -366,12 +366,15 @@ class OverlapTest(unittest.TestCase):
             utils.clip_grads_with_norm_(model.parameters(), 0.05, 2 * norm)
             return [norm]
 
+        def those_with_gradients(model):
+            return [utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.05)]
+
         def groups(model):
             return [{"params": [(name, p) for name, p in names(model) if ("embedding" in name) == first]}
                     for first in (True, False)]
 
         for clip, options in ((once, {}), (once, {"update": "speculate"}), (once, {"max_norm": 0.02}), (twice, {}),
-                              (by_group, {"groups": groups}), (with_norm, {})):
+                              (by_group, {"groups": groups}), (with_norm, {}), (those_with_gradients, {})):
             def step_of(model, optimizer, step):
                 for micro_step in range(2):
                     loss_of(model, batch(10 * step + micro_step), seldom=step % 2 == 0).backward()
@@ -517,6 +520,18 @@ class OverlapTest(unittest.TestCase):
             for update in ("wait", "speculate"):
                 with self.subTest(number=number, update=update):
                     self.assert_same(step_of(zero), update=update)
+
+    def test_zero_grad_takes_back_what_came_and_did_not_leave(self):
+        def step_of(model, optimizer, step):
+            if step == 2:
+                loss_of(model, batch(50)).backward()
+                model.zero_grad()
+            for micro_step in range(2):
+                loss_of(model, batch(10 * step + micro_step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        self.assert_same(step_of, accumulation_steps=2)
 
     def test_a_backward_that_failed_is_told_and_taken_back(self):
         class Failing(torch.autograd.Function):

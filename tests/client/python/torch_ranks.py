@@ -139,10 +139,24 @@ def begins_alike(rank, world_size, service, job):
 
 
 def closes_the_job(rank, world_size, service, job, saves):
-    """At the end, by all ranks. Where it cannot be saved they are told so, and go on."""
+    """At the end, by all ranks. Where it cannot be saved they are told so, and go on. A save takes longer than ranks
+    wait for each other."""
     model = model_of()
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
     train(ddp(model), optimizer, rank, 2)
+    session, peers = optimizer._binding.session, optimizer._binding.peers
+    save, meet = session.save, peers.meet
+
+    def save_for_long(directory):
+        save(directory)
+        time.sleep(0.2)
+
+    def meet_and_be_late(where):
+        meet(where)
+        peers._timeout = 0.0
+
+    if saves:
+        session.save, peers.meet = save_for_long, meet_and_be_late
     refused = error_of(lambda: optimizer.close(save=True))
     if saves:
         again = model_of()

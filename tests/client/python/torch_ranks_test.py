@@ -68,7 +68,7 @@ class TorchRanksTest(RanksTest):
         self.assertEqual(stays, [["FailedPreconditionError", 3]] * 2)
         self.assertEqual(closes, [["none", 2, True]] * 2)
         self.assertEqual(alone[0][0], "DeadlineError")
-        self.assertIn("only 1 of 2 ranks came to bind the optimizer within 1 s", alone[0][1])
+        self.assertIn("only 1 of 2 ranks came within 1 s", alone[0][1])
         self.assertEqual(interrupted, ["KeyboardInterrupt", "did no step"])
         for at_attach, at_undo in unread:
             self.assert_one_line_on_every_rank([at_attach, at_undo], "the service does not give them")

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from unittest import mock
 
+import numpy
 import torch
 from torch.nn import functional
 
@@ -285,7 +286,7 @@ class TorchTest(unittest.TestCase):
                 optimizer.zero_grad()
                 loss = loss_of(logging, batch(step))
                 seen = loss.detach().clone()
-                optimizer.log(loss=seen, **{"eval/step": step})
+                optimizer.log(loss=seen, **{"eval/step": numpy.float32(step)})
                 seen.zero_()  # It was copied.
                 loss.backward()
                 if step == 2:  # Which seals the step: what is logged later goes with the vote.
@@ -300,7 +301,8 @@ class TorchTest(unittest.TestCase):
         self.assertGreater(told[1][1][3], 0)  # and has waited for the step before.
         self.assertEqual(furthest(quiet, logging), 0)
         for numbers, error in (({"a b": 1}, ValueError), ({"x" * 65: 1}, ValueError), ({"loss": torch.zeros(2)}, ValueError),
-                               ({"loss": "1"}, TypeError), ({f"n{i}": i for i in range(17)}, ValueError)):
+                               ({"loss": "1"}, TypeError), ({"loss": 1j}, TypeError), ({"loss": torch.ones(1) * 1j}, TypeError),
+                               ({"loss": 10**400}, ValueError), ({f"n{i}": i for i in range(17)}, ValueError)):
             with self.assertRaises(error):
                 optimizer.log(**numbers)
 

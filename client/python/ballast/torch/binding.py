@@ -94,7 +94,6 @@ class Binding:
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
         self._logged = logged or Logged()
-        self._clock = Clock()
         self._in_step = False  # It is decided, and has not ended on the session.
         self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
@@ -263,6 +262,7 @@ class Binding:
         self._join(job.name, resume, new, attach, first)
         self._meet("weights read")
         self._take_weights()
+        self._clock = Clock()  # What came before is part of no step.
 
     def _check_alike(self, unbegun: bool) -> None:
         """Where ranks that have the same parameters are about to upload a part each, that they have the same weights.
@@ -385,7 +385,8 @@ class Binding:
                 self.peers.meet(f"closing {self._closings} begun")
             refused = _refusal(self._save_and_close, BallastError) if self.rank == 0 else ""
             if self.peers is not None:
-                refused = self.peers.from_first(f"closing {self._closings}", refused)
+                # A save takes as long as it takes.
+                refused = self.peers.from_first(f"closing {self._closings}", refused, is_bounded=False)
         if refused:
             raise _error_of(refused)
 

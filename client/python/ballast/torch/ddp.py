@@ -125,7 +125,8 @@ class _Division:
                 memory[id(parameter)] = parameter.grad.untyped_storage().data_ptr()
 
         for parameter in module.parameters() if module.gradient_as_bucket_view else ():
-            parameter.register_post_accumulate_grad_hook(accumulated)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(accumulated)
 
     def divide(self, bucket: dist.GradBucket) -> torch.Tensor:
         buffer = bucket.buffer()

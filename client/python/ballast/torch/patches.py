@@ -55,15 +55,19 @@ def stream_of(parameter: torch.Tensor) -> GradientStream | None:
     return None if taker is None else taker[0]
 
 
-def _begun_streams(parameters) -> dict[GradientStream, collections.Counter[int]]:
-    """Those that have given gradients in the step that is under way, and how many of these parameters each has, by
-    group."""
+def _streams_of(parameters) -> dict[GradientStream, collections.Counter[int]]:
+    """Those that take their gradients, and how many of these parameters each has, by group."""
     found: dict[GradientStream, collections.Counter[int]] = {}
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
-        stream = stream_of(parameter)
-        if stream is not None and stream.begun:
-            found.setdefault(stream, collections.Counter())[stream.group_of(_streams[parameter][1])] += 1
+        stream, index = taker_of(parameter) or (None, -1)
+        if stream is not None:
+            found.setdefault(stream, collections.Counter())[stream.group_of(index)] += 1
     return found
+
+
+def _begun_streams(parameters) -> dict[GradientStream, collections.Counter[int]]:
+    """Those of them that have given gradients in the step that is under way."""
+    return {stream: counts for stream, counts in _streams_of(parameters).items() if stream.begun}
 
 
 def _listed(tensors) -> list:
@@ -160,17 +164,25 @@ def _groups(name: str, parameters: list[torch.Tensor]) -> dict[GradientStream, l
     if not parameters:
         _check_none_left(name, "give it the parameters, whether they have .grad or not")
     found = _begun_streams(parameters)
+    given = {id(parameter) for parameter in parameters}
     for stream, counts in found.items():
         for group, count in counts.items():
-            if count < _sizes[stream][group]:
+            if count < _sizes[stream][group] and not given.issuperset(_with_gradient(stream, group)):
                 raise RuntimeError(f"{name} was given {count} of the {_sizes[stream][group]} parameters of a param "
                                    "group whose gradients have left for the service, which clips whole groups: give "
                                    "it all of the group, or make a param group of these")
     return {stream: sorted(counts) for stream, counts in found.items()}
 
 
+def _with_gradient(stream: GradientStream, group: int) -> list[int]:
+    """Which parameters of the group have a gradient in this step, in `.grad` or freed."""
+    return [id(parameter) for parameter, (taker, index) in _streams.items()
+            if taker() is stream and stream.group_of(index) == group and
+            (parameter.grad is not None or index in stream.left)]
+
+
 def _check_none_left(name: str, what_to_do: str) -> None:
-    if any(stream.begun and not stream.closed for stream in _sizes):
+    if any(stream.begun and stream.frees and not stream.closed for stream in _sizes):
         raise RuntimeError(f"{name} was given no gradient, because gradients have left for the service during "
                            f"backward: {what_to_do}")
 
@@ -211,10 +223,10 @@ def _zero_grad(original):
     @functools.wraps(original)
     def zero_grad(self, set_to_none: bool = True) -> None:
         original(self, set_to_none)
-        for stream, of_module in _begun_streams(self.parameters()).items():
+        for stream, of_module in _streams_of(self.parameters()).items():
             if sum(of_module.values()) == sum(_sizes[stream].values()):
-                stream.discard()
-            elif stream.frees:  # Else step() sees what is in .grad.
+                stream.discard()  # Also what has come and not left.
+            elif stream.begun and stream.frees:  # Else step() sees what is in .grad.
                 raise RuntimeError("zero_grad() of a part of the model cannot take back gradients that have left for "
                                    "the service; call the optimizer's zero_grad(), or create it without "
                                    "accumulation_steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import time
 
@@ -52,13 +53,13 @@ class Peers:
                     store.set(f"{token}/{self.rank}", "")
                     return token
 
-    def _polls(self, what_is_missing):
-        deadline = time.monotonic() + self._timeout
+    def _polls(self, what_is_missing, is_bounded: bool = True):
+        deadline = time.monotonic() + (self._timeout if is_bounded else math.inf)
         while True:
             yield
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"{what_is_missing()} to bind the optimizer within {self._timeout:g} s; every rank "
-                                    "must make the same calls")
+                raise DeadlineError(f"{what_is_missing()} within {self._timeout:g} s; every rank must make the same "
+                                    "calls")
             time.sleep(_POLL_SECONDS)
 
     def fail(self, error: BaseException) -> None:
@@ -92,12 +93,12 @@ class Peers:
         self.meet(where)
         return tuple(int(value) for value in self._store.get(f"{where}, highest").decode().split())
 
-    def from_first(self, what: str, value: str | None) -> str:
-        """The value that rank 0 gives."""
+    def from_first(self, what: str, value: str | None, is_bounded: bool = True) -> str:
+        """The value that rank 0 gives. is_bounded: within the time limit; else whenever it has it, or has failed."""
         if self.rank == 0:
             self._store.set(what, value or "")
             return value or ""
-        for _ in self._polls(lambda: "rank 0 did not come"):
+        for _ in self._polls(lambda: "rank 0 did not come", is_bounded):
             self._raise_error()
             if self._store.check([what]):
                 return self._store.get(what).decode()

@@ -184,7 +184,7 @@ class Remote(torch.optim.Optimizer):
 
         save: at the end of a training. All ranks call it. The service saves the job in a new checkpoint, in the folder
         of the job's name, and then closes the job, which frees its memory; `attach(resume=True)` goes on from there. If
-        that is refused, it is an error on all ranks, and nothing is closed."""
+        that is refused, it is an error on all ranks, and nothing is closed, unless the connection broke."""
         if save:
             if self._binding is None:
                 raise FailedPreconditionError("this optimizer is bound to no job that could be saved")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Logged:
 
     def add(self, numbers: dict[str, Any]) -> None:
         """All of them, or none and an error."""
+        taken = {}
         for name, value in numbers.items():
             if not _NAME.fullmatch(name):
                 raise ValueError(f"a logged number is called {name!r}; its name has 1 to 64 letters, digits, '.', '_', "
@@ -31,11 +33,19 @@ class Logged:
                 if local(value).numel() != 1:
                     raise ValueError(f"{name} is logged as a tensor of {local(value).numel()} elements, not of one; log "
                                      "its mean(), for example")
-            elif not isinstance(value, (int, float)):
+                if value.is_complex():
+                    raise TypeError(f"{name} is logged as a tensor of complex numbers; log its abs(), for example")
+                taken[name] = value
+            elif isinstance(value, Real):  # numpy's, too.
+                try:
+                    taken[name] = float(value)
+                except OverflowError as error:
+                    raise ValueError(f"{name} is logged as a number that no float holds; log a smaller one") from error
+            else:
                 raise TypeError(f"{name} is logged as a {type(value).__name__}; log a number, or a tensor of one element")
-        if len(self._values.keys() | numbers.keys()) > _MOST_NUMBERS:
+        if len(self._values.keys() | taken.keys()) > _MOST_NUMBERS:
             raise ValueError(f"a step has at most {_MOST_NUMBERS} logged numbers")
-        for name, value in numbers.items():
+        for name, value in taken.items():
             self._values[name] = local(value).detach().clone() if torch.is_tensor(value) else value
 
     def read(self) -> dict[str, float]:
