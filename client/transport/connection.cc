@@ -101,10 +101,12 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connection::Connected(absl::Durat
   const grpc_connectivity_state state = last->GetState(false);
   // An in-process channel is always shut down.
   if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_SHUTDOWN) return last;
+  // What the last call has seen fail is tried again at once: its caller has waited.
+  if (attempts_.empty() || attempts_.back()->GetState(false) == GRPC_CHANNEL_TRANSIENT_FAILURE) {
+    next_ = {};
+  }
   do {
-    const bool failed =
-        attempts_.empty() || attempts_.back()->GetState(false) == GRPC_CHANNEL_TRANSIENT_FAILURE;
-    if (failed || std::chrono::steady_clock::now() >= next_) {
+    if (std::chrono::steady_clock::now() >= next_) {
       Begin();
       next_ = SteadyDeadline(kBetweenAttempts);
     }

@@ -220,7 +220,7 @@ TEST(Engine, TellsTheLifeOfAJobOnceEach) {
   }
   ASSERT_TRUE(engine.CloseJob("a").ok());
   EXPECT_THAT(told,
-              ElementsAre(HasSubstr("a -1 created for 1 ranks: 1 parameters"),
+              ElementsAre(HasSubstr("a -1 created for 1 rank: 1 parameter"),
                           HasSubstr("a -1 has all first weights"),
                           HasSubstr("a 0 rank 0 attached: process "),
                           HasSubstr("a 0 rank 0 is gone: "), HasSubstr("a -1 closed at step 2")));

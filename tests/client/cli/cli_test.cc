@@ -439,11 +439,10 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
       "flat_elements";
   const std::string job_head =
       "name,uid,resumed_uid,phase,problem,committed_step,generation,world_size,applied_steps,"
-      "skipped_steps,"
-      "memory";
+      "skipped_steps,memory,activities";
 
   const auto jobs = Json({"jobs"});
-  EXPECT_EQ(Fields(jobs), "instance_id,memory_used_bytes,memory_limit_bytes,jobs");
+  EXPECT_EQ(Fields(jobs), "instance_id,memory_used_bytes,memory_limit_bytes,activities,jobs");
   EXPECT_EQ(Fields(jobs["jobs"][0]), job_head);
 
   const auto job = Json({"job", "gpt"});

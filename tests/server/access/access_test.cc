@@ -174,8 +174,8 @@ TEST_F(AccessOfMethodsTest, ViewersLookTrainersTrainAndOperatorsDoTheRest) {
   }
   EXPECT_THAT(methods[Role::kNobody], testing::IsEmpty());
   EXPECT_THAT(methods[Role::kViewer],
-              UnorderedElementsAre("GetJob", "ListJobs", "TraceJob", "ReadWeights", "ReadState",
-                                   "SummarizeState", "ListCheckpoints"));
+              UnorderedElementsAre("GetJob", "ListJobs", "TraceJob", "GetHistory", "ReadWeights",
+                                   "ReadState", "SummarizeState", "ListCheckpoints"));
   EXPECT_THAT(methods[Role::kTrainer], UnorderedElementsAre("CreateJob", "AttachWorker", "Train",
                                                             "UploadWeights", "SaveJob"));
 }

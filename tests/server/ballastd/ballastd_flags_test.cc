@@ -74,7 +74,7 @@ TEST(Ballastd, SaysWhereItsNumberOfThreadsComesFrom) {
     EXPECT_NE(service.Address(), "");
     service.Signal(SIGTERM);
     EXPECT_EQ(service.ExitCode(), 0);
-    EXPECT_THAT(service.Errors(), HasSubstr(absl::StrCat(", 1 threads (", bound, "), kernel")));
+    EXPECT_THAT(service.Errors(), HasSubstr(absl::StrCat(", 1 thread (", bound, "), kernel")));
   })
       .join();
 }
