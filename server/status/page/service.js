@@ -82,7 +82,7 @@ export function trouble(job) {
   const held = job.saves.find((save) => save.holds_back_decisions);
   if (held) return [`Steps wait for the save to ${held.directory}: memory had no room for second versions.`, "wait"];
   const hung = job.saves.find((save) => save.seconds_since_progress > 10);
-  if (hung) return [`The save to ${hung.directory} has written nothing for ${seconds(hung.seconds_since_progress)}.`, "wait"];
+  if (hung) return [`The save to ${hung.directory} has got no further for ${seconds(hung.seconds_since_progress)}.`, "wait"];
   if (job.phase === "awaiting_weights") return ["First weights have not all arrived.", "wait"];
   if (job.phase !== "closed" && job.attached < job.world_size && !idle(job)) {
     return [`${plural(job.world_size - job.attached, "rank has", "ranks have")} no process.`, "wait"];
