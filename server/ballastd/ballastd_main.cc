@@ -132,10 +132,9 @@ sigset_t BlockStopSignals() {
 // Who signals all processes of a name or of a group means the service once, and its parent passes
 // that on.
 bool IsForThisProcess(const siginfo_t& info, ballast::server::HeldFiles* held) {
-  if (held == nullptr || info.si_signo == DrainedSignal() ||
-      info.si_signo == ballast::server::FarewellSignal() || held->TakeStop()) {
-    return true;
-  }
+  if (held == nullptr || info.si_signo == DrainedSignal()) return true;
+  if (info.si_signo == ballast::server::FarewellSignal()) return info.si_pid == getppid();
+  if (held->TakeStop()) return true;
   spdlog::info("signal {} of process {} is left to the parent, process {}", info.si_signo,
                info.si_pid, getppid());
   return false;

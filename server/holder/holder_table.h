@@ -69,7 +69,8 @@ inline constexpr char kTrialArgument[] = "--check-state=held";
 inline constexpr int kUpgradeAsked = 0x42616c;
 
 // To the child, which is about to be replaced: it tells its clients so, and says kSaidFarewell.
-inline int FarewellSignal() { return SIGRTMIN + 1; }
+// SIGRTMIN ends a drain (ballastd_main.cc), the next asks threads for their stacks (thread_facts.cc).
+inline int FarewellSignal() { return SIGRTMIN + 2; }
 
 }  // namespace ballast::server
 

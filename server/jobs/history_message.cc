@@ -6,7 +6,7 @@
 namespace ballast::server {
 namespace {
 
-v1::HistorySource ToMessage(HistorySource source) {
+v1::HistorySource SourceOf(HistorySource source) {
   switch (source) {
     case HistorySource::kService:
       return v1::FROM_SERVICE;
@@ -23,7 +23,7 @@ v1::HistorySource ToMessage(HistorySource source) {
 v1::HistoryColumn Column(const HistoryView& view, size_t index) {
   v1::HistoryColumn column;
   column.set_name(view.columns[index].name);
-  column.set_source(ToMessage(view.columns[index].source));
+  column.set_source(SourceOf(view.columns[index].source));
   for (const HistoryEntry& entry : view.entries) {
     const HistoryCell cell = entry.cell(index);
     column.add_min(cell.min);
