@@ -143,10 +143,10 @@ TEST_F(FlippedBits, AreFoundOrNotSeenInTheState) {
   for (const uint64_t at : {60, 100, 140}) FlipAfter(training, {.at_store = at}, ends);
   if (kSanitized) return;
   for (const char* kind : {"identity", "record", "table", "redo", "versions"}) {
-    EXPECT_GE(ends.refused[kind], 3) << kind;
+    EXPECT_GT(ends.refused[kind], 0) << kind;
     EXPECT_EQ(ends.given_up[kind] + ends.unseen[kind], 0) << kind;
   }
-  for (const char* kind : {"ledger", "log", "sums"}) EXPECT_GE(ends.given_up[kind], 3) << kind;
+  for (const char* kind : {"ledger", "log", "sums"}) EXPECT_GT(ends.given_up[kind], 0) << kind;
   EXPECT_EQ(ends.unseen["ledger"], 0);  // Of a decided step a log says nothing more.
 }
 
