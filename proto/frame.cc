@@ -343,6 +343,7 @@ absl::StatusOr<Frame<Message>> ParseFrame(const grpc::ByteBuffer& bytes) {
   if (!frame.ok()) {
     return WithReason(Annotate(frame.status(), NotA(Message())), reason::kMalformedMessage);
   }
+  if (frame->payload.size_bytes() > 0) frame->payload.KeepWhole(bytes);
   return frame;
 }
 
@@ -395,6 +396,10 @@ void Payload::Append(const grpc::Slice& slice, size_t begin, size_t end) {
   pieces_.push_back(
       absl::MakeConstSpan(reinterpret_cast<const std::byte*>(kept.begin()) + begin, end - begin));
   size_bytes_ += end - begin;
+}
+
+void Payload::KeepWhole(const grpc::ByteBuffer& message) {
+  message_ = std::make_unique<const grpc::ByteBuffer>(message);
 }
 
 void Payload::CopyTo(std::byte* out) const {

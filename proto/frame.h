@@ -20,6 +20,8 @@
 #include <cstddef>
 #include <deque>
 #include <functional>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -33,7 +35,14 @@ class Payload {
  public:
   Payload() = default;
   Payload(Payload&&) = default;
-  Payload& operator=(Payload&&) = default;
+  // Not member by member: `message_` goes last here as well.
+  Payload& operator=(Payload other) noexcept {
+    message_.swap(other.message_);
+    slices_.swap(other.slices_);
+    pieces_.swap(other.pieces_);
+    std::swap(size_bytes_, other.size_bytes_);
+    return *this;
+  }
 
   absl::Span<const absl::Span<const std::byte>> pieces() const { return pieces_; }
   size_t size_bytes() const { return size_bytes_; }
@@ -41,8 +50,13 @@ class Payload {
   void Append(const grpc::Slice& slice, size_t begin, size_t end);
   // Copies all pieces to `out`, which has size_bytes() bytes.
   void CopyTo(std::byte* out) const;
+  // `message` has all slices that were appended.
+  void KeepWhole(const grpc::ByteBuffer& message);
 
  private:
+  // It goes last and so frees the slices. In gRPC 1.51 only the end of a ByteBuffer does that within
+  // an ExecCtx. A slice that frees memory of a used-up ResourceQuota without one crashes.
+  std::unique_ptr<const grpc::ByteBuffer> message_;
   // References, not copies. gRPC keeps the bytes of a very short slice in the slice object itself,
   // so these must not move: hence a deque, and no copying.
   std::deque<grpc::Slice> slices_;

@@ -262,6 +262,42 @@ TEST(Frame, PayloadOutlivesItsByteBuffer) {
   EXPECT_TRUE(released);
 }
 
+// A slice that ends otherwise, while the ResourceQuota that it is of is used up, ends the process.
+TEST(Frame, SlicesEndWithTheirByteBuffer) {
+  v1::TrainRequest header;
+  header.mutable_gradient()->mutable_header()->set_chunk(1);
+  // The payload's slice is the first, so the order says which end freed the slices.
+  const std::string parts[] = {Field(3, Field(2, SomePayload(5000))), header.SerializeAsString()};
+  struct Ending {
+    int part;
+    std::vector<int>& ended;
+  };
+  std::vector<int> ended;
+  Ending endings[] = {{0, ended}, {1, ended}};
+  const auto note = [](void* ending) {
+    static_cast<Ending*>(ending)->ended.push_back(static_cast<Ending*>(ending)->part);
+  };
+  const auto parse = [&] {
+    std::vector<grpc::Slice> slices;
+    for (const Ending& ending : endings) {
+      const std::string& part = parts[ending.part];
+      slices.emplace_back(const_cast<char*>(part.data()), part.size(), note,
+                          const_cast<Ending*>(&ending));
+    }
+    return ParseTrainRequest(grpc::ByteBuffer(slices.data(), slices.size())).value();
+  };
+  {
+    const Frame<v1::TrainRequest> frame = parse();
+    ASSERT_EQ(frame.payload.size_bytes(), 5000);
+    EXPECT_TRUE(ended.empty());
+  }
+  EXPECT_EQ(ended, (std::vector<int>{0, 1}));
+  ended.clear();
+  Frame<v1::TrainRequest> frame = parse();
+  frame.payload = Payload();
+  EXPECT_EQ(ended, (std::vector<int>{0, 1}));
+}
+
 TEST(Frame, FieldsInAnyOrderReadTheSame) {
   const v1::TrainRequest message = GradientMessage(SomePayload(50));
   const std::string header = Field(1, message.gradient().header().SerializeAsString());
