@@ -38,5 +38,7 @@ ballast_library(cuda
     cuda/nvtx.cc
   DEPS ballast::device ballast::worker CUDA::cudart_static absl::status absl::statusor absl::strings
        absl::str_format ${CMAKE_DL_LIBS})
+# A program without kernels links what does not call them.
+set_target_properties(ballast_cuda PROPERTIES UNITY_BUILD OFF)
 target_include_directories(ballast_cuda SYSTEM PUBLIC
   ${BALLAST_CUBLASLT_INCLUDE} ${BALLAST_NCCL_INCLUDE})

@@ -17,9 +17,6 @@ namespace {
 constexpr absl::Duration kStepLimit = absl::Minutes(2);
 
 SteadyTime Now() { return std::chrono::steady_clock::now(); }
-double Seconds(SteadyTime::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
 
 }  // namespace
 

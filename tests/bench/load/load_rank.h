@@ -23,6 +23,9 @@
 namespace ballast::bench {
 
 using SteadyTime = std::chrono::steady_clock::time_point;
+inline double Seconds(SteadyTime::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
 
 struct RankStep {
   SteadyTime begin;

@@ -14,10 +14,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-double Seconds(SteadyTime::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
-
 // Where time went, by name. Of a step, the most that any rank lost so.
 struct Part {
   const char* name;
