@@ -329,11 +329,12 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
     BALLAST_RETURN_IF_ERROR(CheckVote(spec(), given->terms(), key.rank, vote));
   }
   auto* sealed = std::get_if<SealedStep>(&step_);
-  if (auto* open = std::get_if<OpenStep>(&step_);
-      open != nullptr && open->is_taken_over() && open->ranks()[key.rank].sealed.has_value()) {
-    // It was told the norm by a process that has died since, and other ranks have not come back
-    // yet.
-    open->SetVote(key.rank, vote);
+  if (given->is_taken_over() && given->ranks()[key.rank].sealed.has_value() &&
+      (sealed == nullptr || !sealed->group_sums().has_value())) {
+    // It was told the norm by a process that has died since. This one waits for other ranks'
+    // seals, or computes the norm again.
+    sealed != nullptr ? sealed->SetVote(key.rank, vote)
+                      : std::get<OpenStep>(step_).SetVote(key.rank, vote);
     return absl::OkStatus();
   }
   const bool same = given->ranks()[key.rank].vote == vote;

@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <iterator>
 #include <memory>
 #include <set>
@@ -394,6 +396,47 @@ TEST_F(JobDeathTest, AVoteBeforeItsNormIsTakenOfTheAttemptThatWasLeftAndOfNoOthe
     return vote_of(driver, 0, /*begins=*/true);
   });
   EXPECT_THAT(life.result, testing::HasSubstr("before its norm is known"));
+}
+
+// The last rank's seal and vote come together, and its norm takes time.
+TEST_F(JobDeathTest, AVoteIsTakenWhileANormThatWasToldBeforeIsComputedAgain) {
+  const JobSpec spec = MakeJobSpec({.group_sizes = {{700, 24}, {600}}, .chunk_elements = 512});
+  Kept kept;
+  ASSERT_TRUE(Live(kept, {}, [&](Engine& engine) {
+                JobDriver driver(engine, spec);
+                driver.UploadWeights();
+                driver.AttachAll();
+                driver.BeginAll();
+                driver.SendAll(1, 0, /*final=*/true);
+                driver.EndMicroStepAll(0);
+                (void)driver.SealWith(0, 1, std::nullopt);
+                driver.listener(0).WaitForNorm({1, 0});
+                kill(getpid(), SIGKILL);
+                return std::string("it did not die");
+              }).died);
+  const Life life = Live(kept, {}, [&](Engine& engine) {
+    JobDriver driver(engine.FindJob(spec.name).value());
+    driver.Reopen(0);
+    // No norm is computed before the vote is there.
+    auto& tasks = const_cast<TaskPool&>(engine.tasks());
+    std::promise<void> may_go_on;
+    const std::shared_future<void> held = may_go_on.get_future().share();
+    std::atomic<int> holding = 0;
+    for (int thread = 0; thread < tasks.threads(); ++thread) {
+      tasks.Start([&holding, held] {
+        ++holding;
+        held.wait();
+      });
+    }
+    while (holding < tasks.threads()) std::this_thread::yield();
+    (void)driver.SealWith(0, 1, std::nullopt);
+    const absl::Status voted = driver.stream(0).Vote({1, 0}, {.apply = false});
+    may_go_on.set_value();
+    if (!voted.ok()) return std::string(voted.message());
+    driver.listener(0).WaitForCommit(1);
+    return absl::StrCat("applied: ", driver.listener(0).outcomes().at(0).decision.apply);
+  });
+  EXPECT_EQ(life.result, "applied: 0");
 }
 
 // Only the directory knows anything of the process before.
