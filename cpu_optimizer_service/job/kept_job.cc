@@ -488,7 +488,7 @@ absl::StatusOr<std::vector<RedoLane*>> KeptJob::LanesInUse(uint64_t step) {
   absl::c_copy_if(free_lanes_, std::back_inserter(in_use),
                   [](const RedoLane* lane) { return lane->word != 0; });
   for (const RedoLane* lane : in_use) {
-    if (ValueOf(lane->word).has_value() && lane->step == CheckedWord(step)) continue;
+    if (RedoWord::IsWhole(lane->word) && lane->step == CheckedWord(step)) continue;
     return absl::DataLossError(
         absl::StrCat(arenas_.WhatIs("redo"), " is not as it was stored: it has an update that is ",
                      "none, or not to the step that was decided, which is ", step));

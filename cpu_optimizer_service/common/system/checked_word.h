@@ -36,12 +36,10 @@ struct Tables {
 };
 inline constexpr Tables kTables;
 
-// Of the lowest `bytes` bytes of the value. A CRC without a start value is linear: that of parts
-// of a value, put together by XOR, is that of the value.
-template <int bytes>
+// A CRC without a start value is linear: that of value and number is the XOR of these two.
 constexpr uint64_t CheckOf(uint64_t value) {
   uint8_t crc = 0;
-  for (int i = 0; i < bytes; ++i) crc ^= kTables.at[i][value >> (8 * i) & 0xff];
+  for (int i = 0; i < 7; ++i) crc ^= kTables.at[i][value >> (8 * i) & 0xff];
   return uint64_t{crc} << kCheckedValueBits;
 }
 constexpr uint64_t CheckOfNumber(uint32_t which) {
@@ -54,7 +52,7 @@ constexpr uint64_t CheckOfNumber(uint32_t which) {
 
 // The word of a value below 2^56. 0 is the word of value 0 where `which` is 0: zeroed memory.
 constexpr uint64_t CheckedWord(uint64_t value, uint32_t which = 0) {
-  return value | (checked_word::CheckOf<7>(value) ^ checked_word::CheckOfNumber(which));
+  return value | (checked_word::CheckOf(value) ^ checked_word::CheckOfNumber(which));
 }
 // nullopt: the word is not as it was stored.
 constexpr std::optional<uint64_t> ValueOf(uint64_t word, uint32_t which = 0) {

@@ -739,5 +739,20 @@ TEST(KernelTarget, IsTheBestUnlessATestAsksForAnother) {
   EXPECT_EQ(KernelTarget(), targets.front());
 }
 
+TEST(RedoWord, IsNotWholeWhereABitIsFlipped) {
+  EXPECT_TRUE(RedoWord::IsWhole(0));
+  for (const RedoWord& word :
+       {RedoWord{}, RedoWord{.chunk = 1},
+        RedoWord{.chunk = 12345, .done = 77777, .count = 32, .turn = 3},
+        RedoWord{.chunk = (1 << 28) - 2, .done = (1 << 20) - 1, .count = 63, .turn = 3}}) {
+    const uint64_t packed = word.Pack();
+    EXPECT_TRUE(RedoWord::IsWhole(packed));
+    EXPECT_EQ(RedoWord::Unpack(packed).Pack(), packed);
+    for (int bit = 0; bit < 64; ++bit) {
+      EXPECT_FALSE(RedoWord::IsWhole(packed ^ uint64_t{1} << bit)) << bit;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ballast
