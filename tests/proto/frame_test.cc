@@ -279,10 +279,9 @@ TEST(Frame, SlicesEndWithTheirByteBuffer) {
   };
   const auto parse = [&] {
     std::vector<grpc::Slice> slices;
-    for (const Ending& ending : endings) {
+    for (Ending& ending : endings) {
       const std::string& part = parts[ending.part];
-      slices.emplace_back(const_cast<char*>(part.data()), part.size(), note,
-                          const_cast<Ending*>(&ending));
+      slices.emplace_back(const_cast<char*>(part.data()), part.size(), note, &ending);
     }
     return ParseTrainRequest(grpc::ByteBuffer(slices.data(), slices.size())).value();
   };
