@@ -329,13 +329,17 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
     BALLAST_RETURN_IF_ERROR(CheckVote(spec(), given->terms(), key.rank, vote));
   }
   auto* sealed = std::get_if<SealedStep>(&step_);
-  if (given->is_taken_over() && given->ranks()[key.rank].sealed.has_value() &&
-      (sealed == nullptr || !sealed->group_sums().has_value())) {
+  if (given->is_taken_over() && given->ranks()[key.rank].sealed.has_value()) {
     // It was told the norm by a process that has died since. This one waits for other ranks'
     // seals, or computes the norm again.
-    sealed != nullptr ? sealed->SetVote(key.rank, vote)
-                      : std::get<OpenStep>(step_).SetVote(key.rank, vote);
-    return absl::OkStatus();
+    if (sealed == nullptr) {
+      std::get<OpenStep>(step_).SetVote(key.rank, vote);
+      return absl::OkStatus();
+    }
+    if (!sealed->group_sums().has_value() && !given->ranks()[key.rank].vote.has_value()) {
+      sealed->SetVote(key.rank, vote);
+      return absl::OkStatus();
+    }
   }
   const bool same = given->ranks()[key.rank].vote == vote;
   if (sealed != nullptr && same) return absl::OkStatus();
