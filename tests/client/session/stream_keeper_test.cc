@@ -128,7 +128,8 @@ TEST_F(StreamKeeperTest, TellsAPlannedRestartFromADeath) {
   session_.reset();
   EXPECT_THAT(Log(),
               AllOf(HasSubstr("[info] job gpt rank 0 step 5: the service has restarted as planned"),
-                    HasSubstr("[warning] job gpt rank 0 step 5: the service's process died")));
+                    HasSubstr("[warning] job gpt rank 0 step 5: another process of the service has "
+                              "taken over the job")));
 }
 
 TEST_F(StreamKeeperTest, ReleasesWhatArrivedWithoutBeingAcknowledged) {
