@@ -84,6 +84,10 @@ class Listener {
   absl::Status Start(std::function<void(int connection)> take,
                      std::function<void(const std::string&)> warn, ListenerOptions options = {});
 
+  // Where the next process goes on with the sockets that the keeper has: the files of unix sockets
+  // stay when this listener ends.
+  void LeaveFiles() { unix_paths_.clear(); }
+
   // UNAVAILABLE: one of these cannot be listened on while a process runs that left the others in
   // `memory`.
   static absl::Status CheckNew(const std::vector<Address>& addresses, NamedMemory& memory);

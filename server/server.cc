@@ -289,6 +289,8 @@ std::vector<CallUse> Server::calls() const {
           use("streams", pools.streams)};
 }
 
+void Server::LeaveAddresses() { impl_->listener->LeaveFiles(); }
+
 void Server::Shutdown(double grace_seconds) {
   // Once: the destructor comes here again.
   std::call_once(impl_->shut_down, [&] {

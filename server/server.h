@@ -95,6 +95,9 @@ class Server {
   int64_t certificate_expires_unix_seconds() const;
   std::vector<CallUse> calls() const;
   CallPools& pools() const;
+  // Before a Shutdown after which the next process goes on with the addresses: connections that come
+  // meanwhile wait for it.
+  void LeaveAddresses();
   // Refuses new calls at once, cancels those that still run after `grace_seconds`, and waits for
   // their end.
   void Shutdown(double grace_seconds);

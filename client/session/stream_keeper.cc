@@ -276,8 +276,8 @@ absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duratio
                            transport_.AttachWorker(request, limit));
   if (attached.instance_id() != instance_id_) {
     // The job's uid is in the request, so it is the same job with all that it was: another process
-    // of the service has taken over its memory. Whether the one before crashed, a broken connection
-    // does not tell: a farewell is lost if a write fails before it is read.
+    // of the service has taken over its memory. Without a farewell the one before has crashed, or did
+    // not wait for this rank.
     Log().log(restarting_ ? spdlog::level::info : spdlog::level::warn, "{}: {}", user_.Context(),
               restarting_ ? "the service has restarted as planned, and goes on with the job"
                           : "another process of the service has taken over the job");

@@ -149,14 +149,16 @@ void TellWork(const ballast::Engine& engine, ballast::server::ServiceManager& ma
 }
 
 // Of the holder, which replaces this process now. What does not end in time breaks.
-void SayFarewell(ballast::Engine& engine, const ballast::server::Server& server,
+void SayFarewell(ballast::Engine& engine, ballast::server::Server& server,
                  ballast::server::HeldFiles& held) {
-  constexpr absl::Duration kMost = absl::Milliseconds(300);
-  constexpr absl::Duration kLookEvery = absl::Milliseconds(2);
+  constexpr double kMostSeconds = 0.3;
   spdlog::info("another process takes this one's place, and goes on with its jobs");
   engine.SayFarewell();
-  const absl::Time end = absl::Now() + kMost;
-  while (server.pools().streams.calls() > 0 && absl::Now() < end) absl::SleepFor(kLookEvery);
+  server.LeaveAddresses();
+  // Returns when clients have read the end of their streams: gRPC closes a connection once a ping
+  // behind that is answered. If the process ended earlier, with messages unread, the kernel would
+  // reset the connection, and the client could lose the end.
+  server.Shutdown(kMostSeconds);
   held.SaidFarewell();
 }
 
