@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WAIT = 10.0  # Seconds, at most, for a service whose process is being started again.
 PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_CHANGE = ("save", "load", "import")  # Commands.
+_CHANGE = ("save", "load", "import", "close")  # Commands.
 # The tool has no number for a status: what these are known by in its line.
 _SAID = {
     UnavailableError: ("no service answers at ", "the connection to the service at "),
@@ -83,6 +83,11 @@ class Client:
         """Begins the job again with the weights of Hugging Face's safetensors, in a folder or file on the service's
         host: moments are zeros, the step is 0. The sessions of all ranks end."""
         return self._json("import", job, path)
+
+    def close_job(self, job: str, *, force: bool = False) -> None:
+        """The service forgets the job and all its state, which frees its memory: `save` it first. BallastError while a
+        trainer has a session with it, unless force: then that ends."""
+        self._run("close", job, *(["--force"] if force else []))
 
     def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
         """What is saved, in the folder `name` or in all: each with its name, job, uid, step, generation, bytes,

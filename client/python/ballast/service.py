@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import os
 import pathlib
 import shutil
@@ -18,6 +20,7 @@ from .errors import BallastError, UnavailableError
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_PREFIX, _LOCK = "ballast-", "lock"  # Of its folder, and in it.
 # From SIGTERM to its end: the time that ballastd gives a step in progress, and a little more.
 _STOP_SECONDS = 15
 
@@ -28,6 +31,14 @@ def _end_with_parent():
     if threading.current_thread() is not threading.main_thread():
         return None
     return lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+def _remove_left_folders() -> None:
+    """Of services that have ended without the process that started them, which was killed."""
+    for lock in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), open(lock, "rb") as held:  # Another user's, or one that lives.
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 class Service:
@@ -48,7 +59,8 @@ class Service:
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
         program = _files.program("ballastd")
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="ballast-"))
+        _remove_left_folders()
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._owner = os.getpid()
         self._log = self._folder / "ballastd.log"
         port_file = self._folder / "address"
@@ -60,10 +72,13 @@ class Service:
             flags += [f"--checkpoint-dir={os.path.abspath(checkpoint_dir)}", f"--checkpoint-keep={checkpoint_keep}",
                       f"--checkpoint-every={checkpoint_every or ''}"]
         self._saves = checkpoint_dir is not None
-        with open(self._log, "wb") as log:
+        with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # As long as the child lives, which inherits it.
+            os.rename(lock.name, self._folder / _LOCK)
             # A group of its own: Ctrl-C is for the script, which may still want to save.
             self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                             start_new_session=True, preexec_fn=_end_with_parent())
+                                             pass_fds=[lock.fileno()], start_new_session=True,
+                                             preexec_fn=_end_with_parent())
         atexit.register(self.stop)
         deadline = time.monotonic() + start_timeout
         while True:
@@ -81,6 +96,14 @@ class Service:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def ended(self) -> str | None:
+        """Why, as far as is known, if it has ended."""
+        if self._process.poll() is None:
+            return None
+        return (self._log.read_text(errors="replace").splitlines() if self._log.exists() else None or
+                [f"with {self._process.returncode}"])[-1]
 
     def stop(self) -> None:
         """Ends the service, with SIGKILL if it does not end by itself. With a checkpoint_dir it saves first, however

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -160,9 +162,10 @@ class Session:
         self._handle = ctypes.c_void_p()
         self._give = _native.library().ballast_give_gradient
         self._lock = threading.Lock()
-        self._abandoned: threading.Thread | None = None
+        self._abandoned: concurrent.futures.Future | None = None  # The call of `_patiently` that is under way.
         self._failed = False
         self._calling = False
+        self._parts = 0  # That were begun and have not ended, or never will.
         self._while_waiting = while_waiting or (lambda: None)
         groups = (_native.Group * len(job.groups))(*[
             _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
@@ -200,21 +203,26 @@ class Session:
             self.close()  # Once it is open: it would keep the rank.
             raise
 
-    def close(self) -> None:
-        """Ends the session; the job stays. Closing again does nothing."""
+    def close(self, *, wait: bool = False) -> None:
+        """Ends the session; the job stays. Closing again does nothing. Where Ctrl-C has left a call of it, a thread
+        closes it after that call. wait: first wait for such a call, which may write weights until then."""
+        running = self._abandoned
+        while wait and running is not None and not running.cancel() and not running.done():
+            concurrent.futures.wait([running], _SLICE_SECONDS)
+            self._while_waiting()
         with self._lock:
             handle, self._handle = self._handle, ctypes.c_void_p()
             running, self._abandoned = self._abandoned, None
         atexit.unregister(self._at_exit)
-        if running is None or not running.is_alive():
+        if running is None or running.cancel() or running.done():
             _native.library().ballast_close(handle)
             return
 
         def close_later(_kept=self._memory):
-            running.join()
+            concurrent.futures.wait([running])
             _native.library().ballast_close(handle)  # Which an open that was interrupted has set only now.
 
-        # After Ctrl-C: no caller waits for it any more, and no call may run when a session is closed.
+        # No caller waits for it any more, and no call may run when a session is closed.
         threading.Thread(target=close_later).start()
 
     def __enter__(self) -> Session:
@@ -233,6 +241,23 @@ class Session:
     def ended(self) -> bool:
         """Whether a call has shown that none can succeed any more: open another session."""
         return self._failed or self._abandoned is not None or not self._handle
+
+    @property
+    def torn(self) -> bool:
+        """Whether an exception that is none of the service's, such as Ctrl-C, has ended a `part`, or a call: what was
+        done of it is unknown, and another session goes on."""
+        return not self._failed and (self._parts > 0 or self._abandoned is not None)
+
+    @contextlib.contextmanager
+    def part(self):
+        """Around calls and what the caller notes of them, which are one."""
+        self._parts += 1
+        try:
+            yield
+        except BallastError:
+            self._parts -= 1
+            raise
+        self._parts -= 1  # Not after others, which may come between any two instructions: Ctrl-C.
 
     @property
     def committed_step(self) -> int:
@@ -547,26 +572,30 @@ class Session:
         """A call that may wait long, and not in slices: in a thread, beside which Python sees signals. The
         interpreter does not end before the call, which its own time limit ends: the library must not be left
         in the middle of a call. Until then the thread has what is to be kept, and the weights' memory."""
-        errors = []
+        running = self._abandoned = concurrent.futures.Future()
 
         def run(_kept=(keep, self._memory)):
+            if not running.set_running_or_notify_cancel():
+                return
             try:
                 _native.call(name, *arguments)
-            except BallastError as error:
-                errors.append(error)
+                running.set_result(None)
+            except BaseException as error:
+                running.set_exception(error.with_traceback(None))  # Which would keep what this keeps.
 
-        running = self._abandoned = threading.Thread(target=run)
-        running.start()
-        while True:
-            running.join(_SLICE_SECONDS)
-            if not running.is_alive():
-                break
-            self._while_waiting()
+        threading.Thread(target=run).start()
+        while not running.done():
+            concurrent.futures.wait([running], _SLICE_SECONDS)
+            if not running.done():
+                self._while_waiting()
         self._abandoned = None
-        if errors:
-            # UNAVAILABLE is of this call alone, which does not go over the session's stream.
-            self._failed = self._failed or isinstance(errors[0], AbortedError)
-            raise errors[0]
+        try:
+            running.result()
+        except AbortedError:  # UNAVAILABLE is of this call alone, which does not go over the session's stream.
+            self._failed = True
+            raise
+        finally:
+            del running
 
     def _wait(self, name: str, *arguments) -> None:
         """In slices, between which Python sees signals."""

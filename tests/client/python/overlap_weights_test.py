@@ -573,9 +573,10 @@ class HeldBackTest(unittest.TestCase):
         with self.assertRaisesRegex(ballast.DeadlineError, "the end of the step did not arrive within 0.2 s") as raised:
             loss_of_layers(model, 7)
         self.assertNotIn("\n", str(raised.exception))
-        for use in (lambda: loss_of_layers(model, 7), model.state_dict, optimizer.step, optimizer.state_dict):
+        for use in (lambda: loss_of_layers(model, 7), model.state_dict, optimizer.step):
             with self.assertRaisesRegex(ballast.FailedPreconditionError, r"attach\(\) takes the job's weights"):
                 use()
+        self.assertEqual(optimizer.state_dict()["param_groups"][0]["job_step"], 3)
         self.valve.open()
         self.assertEqual(optimizer.attach(), 3)
         self.assert_weights(model, expected)

@@ -197,10 +197,10 @@ def leaves_early(rank, world_size):
         os.waitpid(child, 0)
     dist.barrier()
     if rank == 0:
-        service = optimizer._binding.owned_service
+        service = optimizer._kept.service._service
         with mock.patch.object(binding, "_LEAVE_SECONDS", LONGEST):  # It leaves when the others have.
             optimizer.close()
-        return service._process.poll() is not None
+        return service.ended is not None
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         optimizer._binding.session.read_weights()

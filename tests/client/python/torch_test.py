@@ -329,27 +329,43 @@ class TorchTest(unittest.TestCase):
         self.assertIsNone(optimizer.skipped)
 
     def test_grad_scaler(self):
-        """It hands over its scale, or has unscaled before; a step that it skips is no news."""
+        """It has unscaled in step() or before; a step that it skips is no news."""
         for unscales in (False, True):
             ours, theirs = Model(), Model()
             mine, reference = self.optimizer(ours, job=f"scaler{unscales}"), torch.optim.AdamW(names(theirs))
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
             for step in range(8):
-                mine.zero_grad()
-                scaler.scale(loss_of(ours, batch(step))).backward()
-                if step == 4:
-                    ours.scalar.grad.fill_(torch.inf)
-                if unscales:
-                    scaler.unscale_(mine)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")
-                    scaler.step(mine)
-                scaler.update()
-                self.assertEqual(mine.skipped is None, step != 4)
+                self.step_scaled(ours, mine, scaler, step, unscales)
                 if step != 4:
                     self.train(theirs, reference, 1, step)
+                self.assertEqual(mine._binding.step_count, step + (step < 4))
             self.assertEqual(scaler.get_scale(), 1024.0 * 2 / 2 * 2)  # Grown, halved, grown.
             self.assertLess(furthest(ours, theirs), TOLERANCE)
+
+    def test_grad_scaler_of_fp16(self):
+        """Which torch does not unscale: the service does."""
+        scaled, plain = Model(torch.float16), Model(torch.float16)
+        mine, reference = self.optimizer(scaled, job="scaled"), self.optimizer(plain, job="plain")
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        for step in range(6):
+            self.step_scaled(scaled, mine, scaler, step, False)
+            self.assertEqual(mine.skipped is None, step != 4)
+            if step != 4:
+                self.train(plain, reference, 1, step)
+        self.assertEqual(scaler.get_scale(), 64.0 * 2 / 2)
+        self.assertLess(furthest(scaled, plain), 4 * torch.finfo(torch.float16).eps)
+
+    def step_scaled(self, model, optimizer, scaler, step, unscales):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch(step))).backward()
+        if step == 4:
+            model.scalar.grad.fill_(torch.inf)
+        if unscales:
+            scaler.unscale_(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scaler.step(optimizer)
+        scaler.update()
 
     # ------------------------------------------------------------ state
 
@@ -573,7 +589,7 @@ class TorchTest(unittest.TestCase):
                     ballast.torch.AdamW(names(model), **options)
                 self.assertEqual(str(ours.exception), str(theirs.exception))
         for parameters, message in (
-                (model.parameters(), "named_parameters"), ([], "empty parameter list"),
+                ([], "empty parameter list"),
                 ([("z", torch.zeros(2, dtype=torch.complex64, requires_grad=True))], "complex"),
                 ([("z", torch.zeros(2, dtype=torch.float64, requires_grad=True))], "float64"),
                 ([dict(params=[("a", model.scalar)]), dict(params=[("b", model.scalar)])], "more than one parameter")):
@@ -719,12 +735,12 @@ class TorchTest(unittest.TestCase):
 
     def test_starts_a_service_of_its_own(self):
         ours, theirs = Model(), Model()
-        optimizer = self.optimizer(ours, service=None, job=None)
+        optimizer = self.optimizer(ours, service=None, job=None, full_state=False)
         self.train(ours, optimizer, 3)
         self.train(theirs, torch.optim.AdamW(names(theirs)), 3)
         self.assertLess(furthest(ours, theirs), TOLERANCE)
         self.assertTrue(optimizer._binding.session.shares_memory)
-        pid = optimizer._binding.owned_service.pid
+        pid = optimizer._kept.service.pid
         with self.assertWarnsRegex(UserWarning, "only within this run: .*checkpoint_dir"):
             state = optimizer.state_dict()
         optimizer.close()
@@ -736,7 +752,7 @@ class TorchTest(unittest.TestCase):
         ours, theirs = Model(), Model()
         optimizer = self.optimizer(ours, service=None, job=None)
         self.train(ours, optimizer, 2)
-        pid = optimizer._binding.owned_service.pid
+        pid = optimizer._kept.service.pid
         with mock.patch.object(optimizer._binding.session, "seal_and_vote", side_effect=KeyboardInterrupt):
             with self.assertRaises(KeyboardInterrupt):
                 self.train(ours, optimizer, 1)
@@ -744,7 +760,7 @@ class TorchTest(unittest.TestCase):
             with self.assertRaises(KeyboardInterrupt):
                 optimizer.attach()
         self.assertEqual(optimizer.attach(), 2)
-        self.assertEqual(optimizer._binding.owned_service.pid, pid)
+        self.assertEqual(optimizer._kept.service.pid, pid)
         self.train(ours, optimizer, 2, begin=2)
         self.train(theirs, torch.optim.AdamW(names(theirs)), 4)
         self.assertLess(furthest(ours, theirs), TOLERANCE)

@@ -31,7 +31,7 @@ NAMES_OF_LIBRARIES = """
 def libraries(process):
     with open(f"/proc/{process}/maps") as maps:
         return {line.split(None, 5)[5].strip() for line in maps if line.count("/")}
-print(*libraries("self"), *libraries(optimizer._binding.owned_service.pid), sep="\\n")
+print(*libraries("self"), *libraries(optimizer._kept.service.pid), sep="\\n")
 """
 
 

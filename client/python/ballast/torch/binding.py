@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import socket
 import warnings
@@ -40,24 +41,27 @@ from ..restore import (
     refuse_an_unknown_one,
     restore,
 )
-from ..service import Service
 from ..session import Decision, HyperParameters, Job, Session
 from . import patches, streaming
 from .clipping import Sealed
 from .ddp import check_reduction, ddp_of, hook_ddp, whole_on_several_ranks
-from .description import Described, check_group, lines, weights_in_lines
+from .description import Described, check_group, check_memory, lines, weights_in_lines
 from .moments import Moments, digest, gather, upload
+from .own_service import Kept, OwnService, own_service
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of
 from .reports import Clock, Logged
 from .returning import ReturningWeights, check_overlap_weights
-from .streaming import GradientStream
+from .streaming import GradientStream, Seen, seen
 from .watch import Watch
 
 # Of one binding: each but the last ends because another rank is taken from a process that has ended.
 _MOST_SESSIONS = 6
-_INTERRUPTED = "the last step() was interrupted; attach() takes the job's weights, and goes on from its step"
+_INTERRUPTED = "the last call was interrupted; attach() takes the job's weights, and goes on from its step"
 _THAWED = ("parameter {name} was {then} when the job was made, and is not now; create another optimizer and another job")
+_WITHOUT = ("no parameter of this step() has a gradient, so nothing changes. If there was a backward, the model has other "
+            "parameters than this optimizer: create it after what replaces them, such as fully_shard or to_empty")
+_ALL_FROZEN = "no parameter of this optimizer requires a gradient, so step() changes nothing: see requires_grad_()"
 # How long rank 0 keeps a service of its own for ranks that are behind.
 _LEAVE_SECONDS = 10.0
 
@@ -71,11 +75,9 @@ class Binding:
     attach: the job may be past its first step, and its weights are put into the parameters. resume: the uid and
     step that `state_dict` said, which the job must have. checkpoint: what a job without weights begins with. moments:
     by parameter of the param groups, what else a job without weights begins with, beside the weights of the parameters;
-    with resume NothingToResume if the service has nothing of that job. owned_service: that an earlier binding has
-    started, which then is no other binding's; it outlives this call if that fails."""
+    with resume NothingToResume if the service has nothing of that job."""
 
     # Of one whose constructor has failed early.
-    owned_service: Service | None = None
     session: Session | None = None
     peers: Peers | None = None
     stream: GradientStream | None = None
@@ -88,16 +90,21 @@ class Binding:
                  module: torch.nn.Module | None, credentials: dict[str, str | None],
                  resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
-                 keep_previous: bool = False, on_abort: str = "redo", owned_service: Service | None = None,
-                 logged: Logged | None = None):
+                 keep_previous: bool = False, on_abort: str = "redo", kept: Kept, logged: Logged):
         self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
-        self._logged = logged or Logged()
+        self._kept, self._logged = kept, logged
         self._in_step = False  # It is decided, and has not ended on the session.
-        self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
+        self._reopening = False  # In which an interrupt may come, too.
+        self._lost = False  # Gradients that were freed when they left.
+        # Of a step that has not ended: the job's step before, and the gradients; these, too, if it was made all the same.
+        self._given: tuple[int, list[Seen]] | None = None
+        self._applied: list[Seen] | None = None
+        self._hyper_parameters = _weakly(hyper_parameters)  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
-        self._saved_step = 0
+        self._has_warned = False  # Of a step without any gradient.
+        self._saved_step: int | None = None
         self._undos = self._closings = 0  # That were asked for.
         self._overlap, self._accumulation_steps = overlap, accumulation_steps
         self._process = os.getpid()
@@ -111,11 +118,10 @@ class Binding:
         described = Described(param_groups, self._made_with)
         self.parameters, self.names, self.source = described.tensors, described.names, described.source
         self._left_out = described.left_out
+        check_memory(list(zip(self.names, self.parameters)))
         self._bound_to = _identities(param_groups)
-        for name, parameter in zip(self.names, self.parameters):
-            if patches.stream_of(parameter) is not None:
-                raise FailedPreconditionError(f"parameter {name} still gives its gradients to another optimizer; "
-                                              "close() that first")
+        for parameter in self.parameters:
+            patches.release(parameter)
         # An accelerator, or a trainer, may have wrapped the module since the optimizer was made.
         if (overlap or overlap_weights) and whole_on_several_ranks(self.parameters, process_group):
             module = ddp_of(self.parameters, module)
@@ -132,7 +138,6 @@ class Binding:
         if self.world_size > 1:
             self.peers = Peers(job, ranks, timeout)
         _close_at_exit(self)
-        self.owned_service = owned_service
         try:
             with self._notifying():
                 self._open(self._job_of(job, described, update), process_group, service, timeout, reconnect_timeout,
@@ -142,37 +147,34 @@ class Binding:
                 self._returning = ReturningWeights(module, trained, {index: self.names[index] for index in trained},
                                                    self.places.together)
         except BaseException:
-            if owned_service is not None:
-                self.owned_service = None
             self.close()
             raise
 
     def __del__(self):
-        self.close()
+        if self._process == os.getpid() and self._returning is not None and not self.failed:
+            with contextlib.suppress(Exception):  # No weak reference finds it any more.
+                self._take_coming(sorted(self._returning.coming), True)
+        self.close(with_job=True)
 
-    def hand_over(self) -> Service | None:
-        """The service that it has started, for another binding. Then it is closed."""
-        service, self.owned_service = self.owned_service, None
-        self.close()
-        return service
-
-    def close(self) -> None:
+    def close(self, with_job: bool = False) -> None:
+        """Again where it was interrupted. with_job: also the job, if it is on a service of this run's own, where no one
+        else finds it."""
         if os.getpid() != self._process:  # It is closed, or this is a fork, which has nothing of it.
             return
-        self._process = 0
         if self.stream is not None:
             self.stream.close()
         if self._returning is not None:
             self._returning.close()
         failed = self.failed
+        own = self._kept.service
+        if self.peers is not None:
+            self.peers.leave(0.0 if own is None or failed else _LEAVE_SECONDS)
         if self.session is not None:
+            if with_job and own is not None and own.is_here and own.has_other_jobs and not self.session.ended:
+                with contextlib.suppress(BallastError):  # It goes with the service.
+                    self.session.close_job()
             self.session.close()
-        peers, self.peers = self.peers, None
-        if peers is not None:
-            peers.leave(0.0 if self.owned_service is None or failed else _LEAVE_SECONDS)
-        service, self.owned_service = self.owned_service, None
-        if service is not None:
-            service.stop()
+        self._process = 0
 
     # ------------------------------------------------------------ binding
 
@@ -213,8 +215,8 @@ class Binding:
             self.places = Flats(self.parameters, members, process_group)
         else:
             self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters])
-        address = self._address(service)
-        self._job, self._client = job.name, Client(address, timeout, wait=min(30.0, timeout),
+        address, job = self._address(service, job)
+        self.job, self._client = job.name, Client(address, timeout, wait=min(30.0, timeout),
                                                  **self._credentials)
         places = [place.data_ptr() for place in self.places.places]
         uid = None
@@ -232,10 +234,11 @@ class Binding:
                 self.peers.from_first("begun from", checkpoint)
         elif not attach and self._moments is None:
             # Before the rank is taken: any process that trains this job now goes on.
-            if self.rank == 0 and self.owned_service is None:
+            if self.rank == 0 and self._kept.service is None and not self._kept.begun:
                 refuse_a_begun_one(self._client, job.name)
             if self.peers is not None:
                 self.peers.from_first("not begun", "")
+            self._kept.begun = True
         elif not new:
             if self.rank == 0:
                 refuse_an_unknown_one(self._client, job.name)
@@ -254,7 +257,8 @@ class Binding:
         # It has no reference to the binding, which would keep it alive.
         self._open_session = functools.partial(
             Session, address, job, places, rank=self.rank, job_uid=uid, join_timeout=min(60.0, timeout),
-            timeout=timeout, reconnect_timeout=reconnect_timeout, while_waiting=self.peers and self.peers.listen,
+            timeout=timeout, reconnect_timeout=reconnect_timeout,
+            while_waiting=functools.partial(_listen, self.peers, self._kept.service),
             memory=self.places.places, **self._credentials)
         first = None
         if resume is None and self._moments is not None:
@@ -270,7 +274,7 @@ class Binding:
         ours = [] if self.peers is None else weights_in_lines(self.names, self.parameters)
         if not ours:
             return
-        uploads = self.rank == 0 and (unbegun or awaits_weights(self._client, self._job))
+        uploads = self.rank == 0 and (unbegun or awaits_weights(self._client, self.job))
         if self.peers.from_first("uploads weights", "yes" if uploads else None) == "yes":
             self.peers.agree(ours, "weights", "a parameter that is no DTensor is whole and the same on every rank: "
                              "wrap the model in DistributedDataParallel first, or give the same seed; shard it with "
@@ -303,7 +307,7 @@ class Binding:
             if not new:
                 raise FailedPreconditionError(f"job {job} has no weights yet; the first step() uploads them")
             upload(self.session, *(first or ([], {"master": [local(parameter) for parameter in self.parameters]})))
-        elif not attach:  # Since it was asked for, another run has begun it.
+        elif not attach and not self._kept.begun:  # Since it was asked for, another run has begun it.
             raise FailedPreconditionError(begun_already(job, self.session.committed_step))
         self.session.read_weights()
         self.step_count, self.job_uid = self.session.committed_step, self.session.job_uid
@@ -328,38 +332,90 @@ class Binding:
                 raise RuntimeError(f"this rank has {expected} elements of parameter {self.names[index]}, and its "
                                    f"placements give it {elements}; please report this")
 
-    def _address(self, service: str | None) -> str:
-        """Of the service; without one rank 0 starts it, for the ranks of its host."""
+    def _address(self, service: str | None, job: Job) -> tuple[str, Job]:
+        """Of the service; without one rank 0 has one of its own, for the ranks of its host, where the job may get
+        another name."""
         if service is not None:
-            return service
-        if self.rank == 0 and self.owned_service is None:
-            self.owned_service = Service()
+            return service, job
+        own = self._kept.service
+        if own is not None:
+            own.check()
+        elif self.rank == 0:
+            own = self._kept.service = own_service()
+        here, name = socket.gethostname(), own and own.name_for(self._kept, job.name)
         if self.peers is None:
-            return self.owned_service.address
-        here = socket.gethostname()
-        host, _, address = self.peers.from_first(
-            "service", f"{here}\n{self.owned_service.address}" if self.owned_service else None).partition("\n")
+            return own.address, dataclasses.replace(job, name=name)
+        host, address, name = self.peers.from_first(
+            "service", own and f"{here}\n{own.address}\n{name}").split("\n")
         if host != here:
             raise FailedPreconditionError(f"rank 0 started a service on {host}, which this rank on {here} does not "
                                           "reach; start ballastd and give service=")
-        return address
+        return address, dataclasses.replace(job, name=name)
 
     def has(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether their parameters are those that it is bound to."""
         return _identities(param_groups) == self._bound_to
 
+    def _has_failed(self) -> bool:
+        return self.failed
+
     @property
     def failed(self) -> bool:
         """Its session has ended, and it makes no further step."""
-        return self._broken is not None or (self.session is not None and self.session.ended)
+        if self._broken is not None or (self.is_torn and self.peers is not None):
+            return True
+        return self.session is not None and self.session.ended and not self.is_torn
+
+    @property
+    def is_torn(self) -> bool:
+        return self._reopening or (self.session is not None and self.session.torn)
+
+    def settle(self, again: bool = False) -> None:
+        """Before whatever needs to know where the job stands. After an interrupt, or again: another session, with the
+        job's step, and its weights in the parameters; what was given of the step in progress is given again.
+        FailedPreconditionError where that is for all ranks to do."""
+        if self._broken is None and self.peers is not None and self.is_torn:
+            self._broken = _INTERRUPTED
+        if self._broken is not None:
+            raise FailedPreconditionError(self._broken)
+        if not (again or self.is_torn):
+            return
+        before, given = self._given or (self.step_count, None)
+        self._lost = self._lost or (self.stream is not None and self.stream.frees and bool(self.stream.left))
+        with self._notifying():
+            self._open_again()
+        if self.step_count > before:
+            self._applied, self._lost = given, False
+        self._given, self._reopening = None, False
+
+    def settle_to_save(self) -> None:
+        """Before a state is taken, which says where the job stands, also where only attach() goes on from there."""
+        if self._broken is None and not self.failed:
+            self.settle()
+            self.end_step()
+            return
+        job = next((job for job in self._client.jobs() if job["uid"] == self.job_uid), None)
+        if job is None:
+            raise NotFoundError(f"the service has no job {self.job} of this optimizer any more, so there is no state")
+        self.step_count = job["committed_step"]
+
+    @contextlib.contextmanager
+    def _part(self):
+        """See Session.part. What the service has refused in it, attach() alone can go on from."""
+        try:
+            with self.session.part():
+                yield
+        except BallastError:
+            self._broken = self._broken or _INTERRUPTED
+            raise
 
     def save(self) -> None:
         """With a state of the trainer's: has the service save the step that it is of, in the background, so that
         the trainer can go on from that state later, whatever becomes of the job. Once for a step, by rank 0."""
-        if self.rank != 0 or self.step_count in (0, self._saved_step):
+        if self.rank != 0 or self.step_count == self._saved_step:
             return
-        first, self._saved_step = self._saved_step == 0, self.step_count
-        if self.owned_service is not None:
+        first, self._saved_step = self._saved_step is None, self.step_count
+        if self._kept.service is not None:
             if first:
                 warnings.warn("this state can be gone on from only within this run: its service was started for the "
                               "run (service=None) and ends with it. Give the service= of a "
@@ -367,39 +423,43 @@ class Binding:
                               stacklevel=3)
             return
         try:
-            step = self._client.save(self._job, background=True)["step"]
+            step = self._client.save(self.job, background=True)["step"]
             if step != self.step_count:
                 raise BallastError(f"the job is at step {step}, this trainer at step {self.step_count}")
         except BallastError as error:
-            warnings.warn(f"the service did not save step {self.step_count} of job {self._job} with this state, which "
+            warnings.warn(f"the service did not save step {self.step_count} of job {self.job} with this state, which "
                           f"can be gone on from only while the job is at that step: {error}", stacklevel=3)
 
-    def save_and_close_job(self) -> None:
-        """Of all ranks: saves the job, and closes it on the service. The session of every rank has ended then."""
-        if self._broken is not None:
-            raise FailedPreconditionError(self._broken)
+    def close_job(self, save: bool) -> None:
+        """Of all ranks: closes the job on the service, where it is saved before. The session of every rank has ended
+        then."""
+        self.settle()
         self.wait_for_weights()
         self._closings += 1
         with self._notifying():
             if self.peers is not None:  # One may still receive the weights of the step.
                 self.peers.meet(f"closing {self._closings} begun")
-            refused = _refusal(self._save_and_close, BallastError) if self.rank == 0 else ""
+            close = functools.partial(self._close_job, save)
+            refused = _refusal(close, BallastError) if self.rank == 0 else ""
             if self.peers is not None:
                 # A save takes as long as it takes.
                 refused = self.peers.from_first(f"closing {self._closings}", refused, is_bounded=False)
         if refused:
             raise _error_of(refused)
 
-    def _save_and_close(self) -> None:
-        if self.owned_service is not None:
+    def _close_job(self, save: bool) -> None:
+        if save and self._kept.service is not None:
             raise FailedPreconditionError("the service was started for this run (service=None) and has no place to save "
                                           "to: give service= the address of a ballast.Service(checkpoint_dir=...) or of "
                                           "a ballastd with a --checkpoint-dir")
-        self.session.save(self._job)
-        self.session.close_job()
+        if save:
+            self.session.save(self.job)
+        with self.session.part():
+            self.session.close_job()
 
     def read_state(self, parameter: torch.Tensor, plane: str) -> tuple[torch.Tensor, int]:
         """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
+        self.settle()
         index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
         whole = torch.empty(tuple(parameter.shape), dtype=torch.float32)
         _, updates = self.session.read_state(index, plane, whole.data_ptr(), memory=whole)
@@ -412,8 +472,11 @@ class Binding:
 
     def step(self, loss_scale: float, param_groups: list[dict[str, Any]]) -> Decision:
         """param_groups: as they are now; their parameters must be those that it is bound to."""
-        if self._broken is not None:
-            raise FailedPreconditionError(self._broken)
+        with self._notifying(of_interrupts=True):
+            return self._step(loss_scale, param_groups)
+
+    def _step(self, loss_scale: float, param_groups: list[dict[str, Any]]) -> Decision:
+        self.settle()
         if not self.has(param_groups):
             raise FailedPreconditionError(
                 "the param groups have other parameters than when the optimizer was bound to its job, by attach(), "
@@ -425,38 +488,63 @@ class Binding:
                     raise RuntimeError(f"{name} of param group {number} was {getattr(then, name)} when the job was "
                                        f"made, and is {getattr(now, name)} now, which no job does: set it back, or "
                                        "create another optimizer and another job")
+        given = [seen(parameter.grad) for parameter in self.parameters]
+        if self._applied is not None and _same(given, self._applied):  # The step that was interrupted.
+            self._applied = None
+            return Decision(self.step_count, True, math.nan, math.nan, "")
+        self._applied = None
+        self._check_not_lost()
         streamed = self.stream is not None and self.stream.begun
         if streamed:
             self._check_begun()
             outdated = self._is_outdated()
+        elif not self._has_warned and all(gradient is None for gradient, _ in given):
+            self._has_warned = True
+            warnings.warn(_WITHOUT if any(p.requires_grad for p in self.parameters) else _ALL_FROZEN, stacklevel=4)
         self._clock.lap("compute")
         with self._notifying():
             if streamed and outdated:
                 streamed = self._take_back()
             if streamed and (self.stream.sealed is not None or loss_scale != 1.0):
-                decision = self._vote(self.stream.seal(), loss_scale)
+                decide = functools.partial(self._vote, self.stream.seal(), loss_scale)
             else:
-                decision = self._seal_and_vote(loss_scale)
-            comes_later = self._returning is not None and decision.applied
-            if not comes_later:
-                self.session.receive_weights()
-            self._clock.lap("wait")
-            self.step_count = decision.step
-            if comes_later:
-                self._in_step = True
-                self._returning.begin(self._take_coming)
-            elif decision.applied:
-                self._take_weights()
-                self._clock.lap("reduce" if self.places.together else "wait")
-            if self.stream is not None:
-                self.stream.finish()
-            elif self._overlap:
-                self.stream = self._start_stream()
-        self._broken = None
+                gradients = self._gradients()  # What cannot be sent is found before the step begins.
+                if self.stream is None or not self.stream.begun:
+                    self._prepare_begin(in_step=True)
+                decide = functools.partial(self._seal_and_vote, gradients, loss_scale)
+            self._given = self.step_count, given
+            with self._part():
+                decision = decide()
+                self._end(decision)
+                self._applied = given
         return decision
+
+    def forget_given(self) -> None:
+        """The trainer knows of the step."""
+        self._given = self._applied = None
+
+    def _end(self, decision: Decision) -> None:
+        comes_later = self._returning is not None and decision.applied
+        if not comes_later:
+            self.session.receive_weights()
+        self._clock.lap("wait")
+        self.step_count = decision.step
+        if comes_later:
+            self._in_step = True
+            # Ranks that gather them from each other do so in the next forward, even if no one has the optimizer any more.
+            self._returning.begin(self._take_coming if self.places.together else _weakly(self._take_coming))
+        elif decision.applied:
+            self._take_weights()
+            self._clock.lap("reduce" if self.places.together else "wait")
+        if self.stream is not None:
+            self.stream.finish()
+        elif self._overlap:
+            self.stream = self._start_stream()
 
     def wait_for_weights(self, together: bool = True) -> None:
         """Returns when the weights of the last step are in the parameters. together: all ranks call it."""
+        if self.is_torn:
+            self.settle()
         if self._returning is not None:
             self._returning.wait(together=together)
             self.end_step()
@@ -464,24 +552,26 @@ class Binding:
     def end_step(self) -> None:
         """Returns when the service has ended the step, whose weights may not be in the parameters yet."""
         if self._in_step:
-            with self._waiting():
-                self._broken = _INTERRUPTED
+            with self._waiting(), self._part():
                 self.session.receive_weights()
-                self._broken, self._in_step = None, False
+                self._in_step = False
 
     def _take_coming(self, indices: list[int], at_end: bool) -> None:
         """See ReturningWeights."""
+        if self.is_torn:
+            return self.settle()
         if at_end:
             self.end_step()
         with self._waiting():
-            if not at_end:
+            if self._in_step:
                 self.session.await_weights(indices)
             changed = self._watch.changed(indices)
             if changed:
                 raise RuntimeError(f"parameter {self.names[changed[0]]} was changed, or moved, while its weights were "
                                    "coming back: call the optimizer's wait_for_weights() after step() and before that")
-            self.places.deliver(None if self.places.together else indices)
-            self._watch.remember(indices)
+            with self._part():
+                self.places.deliver(None if self.places.together else indices)
+                self._watch.remember(indices)
 
     @contextlib.contextmanager
     def _waiting(self):
@@ -493,35 +583,38 @@ class Binding:
             try:
                 yield
                 self._clock.lap("wait")
-            except Exception as error:
+            except (BallastError, RuntimeError) as error:
                 self._broken = self._broken or (_INTERRUPTED if isinstance(error, BallastError) else str(error))
                 raise
 
     def undo(self) -> None:
         """Of all ranks: undoes the last step, and puts the weights of the one before into the parameters."""
-        if self._broken is not None:
-            raise FailedPreconditionError(self._broken)
+        self.settle()
         self.wait_for_weights()
         with self._notifying():
             self._undos += 1
             if self.peers is not None:  # One may still receive the weights of the step.
                 self.peers.meet(f"undo {self._undos} begun")
-            refused = _refusal(self.session.undo, FailedPreconditionError, PermissionDeniedError) if self.rank == 0 else ""
-            if self.peers is not None:
-                refused = self.peers.from_first(f"undo {self._undos}", refused)
-            if not refused:
-                self._broken = _INTERRUPTED
-                self._open_again()
-                self._broken = None
+            with self._part():
+                refused = "" if self.rank != 0 else _refusal(self.session.undo, FailedPreconditionError,
+                                                             PermissionDeniedError)
+                if self.peers is not None:
+                    refused = self.peers.from_first(f"undo {self._undos}", refused)
+                if not refused:
+                    self._open_again()
+                    self._reopening = False
         if refused:
             raise _error_of(refused)
 
     def _open_again(self) -> None:
         """The session of every rank has ended."""
+        self._reopening = True
         if self.stream is not None:
             self.stream.leave_session()
-        self.session.close()
-        self.session = self._open_session(job_uid=self.job_uid)
+        if self._returning is not None:
+            self._returning.forget()
+        self.session.close(wait=True)
+        self.session, self._in_step = self._open_session(job_uid=self.job_uid), False
         if self.peers is not None:
             self.peers.meet(f"joined after undo {self._undos}")
         if self.stream is not None:
@@ -529,17 +622,15 @@ class Binding:
         self.session.read_weights()
         self._meet(f"weights read after undo {self._undos}")
         self.step_count = self.session.committed_step
-        if self._saved_step > self.step_count:  # It will be another one.
-            self._saved_step = -1
+        if self._saved_step is not None and self._saved_step > self.step_count:  # It will be another one.
+            self._saved_step = None
         self._take_weights()
 
-    def _seal_and_vote(self, loss_scale: float) -> Decision:
-        gradients = self._gradients()  # What cannot be sent is found before the step begins.
+    def _seal_and_vote(self, gradients: dict[int, torch.Tensor], loss_scale: float) -> Decision:
         if self.stream is None or not self.stream.begun:
-            self._begin(loss_scale, in_step=True)
+            self._begin(loss_scale)
             if self.stream is not None:
                 self.stream.begun = True
-        self._broken = _INTERRUPTED
         if self.stream is None:
             self._push(gradients)
         else:
@@ -550,27 +641,29 @@ class Binding:
 
     def _seal(self) -> Sealed:
         """Of the step whose gradients have left during backward."""
-        if self._broken is not None:
-            raise FailedPreconditionError(self._broken)
-        self.stream.check_ended()
+        self.settle()
+        self._check_not_lost()
+        self.stream.check_ended(by_itself=self.peers is None)
         outdated = self._is_outdated()
         self._clock.lap("compute")
         with self._notifying():
-            if outdated and not self._take_back():
-                self._begin()
-                self.stream.begun = True
+            begins = outdated and not self._take_back()
+            if begins:
+                self._prepare_begin()
             gradients = self._gradients()
-            self._broken = _INTERRUPTED
-            self._give_rest(gradients)
-            self._report()
-            norm = self.session.seal(1)
+            with self._part():
+                if begins:
+                    self._begin()
+                    self.stream.begun = True
+                self._give_rest(gradients)
+                self._report()
+                norm = self.session.seal(1)
+                self.stream.sealed = Sealed(norm, [parameter.grad for parameter in self.parameters])
         self._clock.lap("wait")
-        self._broken = None
-        return Sealed(norm, [parameter.grad for parameter in self.parameters])
+        return self.stream.sealed
 
     def _vote(self, sealed: Sealed, loss_scale: float) -> Decision:
         """loss_scale: of a GradScaler that has not unscaled yet."""
-        self._broken = _INTERRUPTED
         sealed.unscaling /= loss_scale
         if self._max_norm > 0:
             sealed.clip(range(len(self.source)), self._max_norm)
@@ -596,6 +689,9 @@ class Binding:
 
     def discard(self, set_to_none: bool) -> None:
         """With zero_grad(): takes back what has left since the last step."""
+        if self.is_torn and self.peers is None and self._broken is None:
+            self.settle()
+        self._applied, self._lost = None, False
         if self.stream is not None:
             self.stream.discard()
             for index, parameter in enumerate(self.parameters):
@@ -619,7 +715,7 @@ class Binding:
     def _push(self, gradients: dict[int, torch.Tensor]) -> None:
         """All of them, of which one at a time is copied where it is not in host memory."""
         for index, gradient in gradients.items():
-            part = self._part(index, gradient)
+            part = self._own_part(index, gradient)
             begin, end = self.places.own_range(index)
             if begin == end:
                 continue  # Those who own elements of it tell that it was used.
@@ -634,7 +730,8 @@ class Binding:
             self.stream.give(index, gradient)
         self.session.end_gradients(final=True)
 
-    def _begin(self, loss_scale: float = 1.0, in_step: bool = False) -> None:
+    def _prepare_begin(self, in_step: bool = False) -> None:
+        """What may be found wrong before a step begins."""
         if self._returning is not None:
             if in_step and self._returning.none_read() and any(p.grad is not None for p in self.parameters):
                 raise RuntimeError("step() has gradients, and no forward of module= was seen since the last one, so "
@@ -644,12 +741,27 @@ class Binding:
             self.end_step()
         self._check_untouched(all_of_it=in_step)
         self._begun_with = self._hyper_parameters()
-        with contextlib.nullcontext() if in_step else self._notifying():  # step() notifies itself.
-            self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
-                                    **self._expected)
+
+    def _begin_early(self) -> None:
+        """Inside a backward."""
+        self._prepare_begin()
+        with self._notifying(), self._part():
+            self._begin()
+            self.stream.begun = True
+
+    def _begin(self, loss_scale: float = 1.0) -> None:
+        self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
+                                **self._expected)
+
+    def _check_not_lost(self) -> None:
+        if self._lost:
+            raise FailedPreconditionError("gradients had left and were freed, as accumulation_steps= has it, when the "
+                                          "step was interrupted: call zero_grad() and do its backward passes again")
 
     def _is_outdated(self) -> bool:
         """Whether .grad is not what has left. FailedPreconditionError if that cannot leave again."""
+        if self.stream.was_broken_off():
+            return True
         changed = None if self.stream.sealed is not None else self.stream.first_changed(self.parameters)
         if changed is not None and self.stream.frees:
             raise FailedPreconditionError(
@@ -670,7 +782,7 @@ class Binding:
 
     def _check_begun(self) -> None:
         """What has left is still the step's."""
-        self.stream.check_ended()
+        self.stream.check_ended(by_itself=self.peers is None)
         sealed = self.stream.sealed
         edited = None if sealed is None else sealed.first_changed([parameter.grad for parameter in self.parameters])
         if edited is not None:
@@ -690,25 +802,28 @@ class Binding:
                   (self.mesh is not None and not isinstance(parameter, DTensor)) else parameter
                   for parameter in self.parameters]
         frees = self._accumulation_steps is not None and not isinstance(self.places, Flats)
-        stream = GradientStream(self.session, hooked, self._accumulation_steps or 1, frees, self._part, self._begin,
-                                self._seal, lambda: self.failed, on_gpu)
+        stream = GradientStream(self.session, hooked, self._accumulation_steps or 1, frees, _weakly(self._own_part),
+                                _weakly(self._begin_early), _weakly(self._seal), _weakly(self._has_failed), on_gpu)
         if isinstance(self.places, Flats):
             hook_ddp(self._module)
         patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)
                                   if parameter.requires_grad})
         return stream
 
-    def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         self._check_gradient(index, gradient)
         here = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
         return here.detach() if here.requires_grad else here  # It does with create_graph.
 
     @contextlib.contextmanager
-    def _notifying(self):
-        """Notifies the other ranks of an error that this one cannot go on from: they would wait for it."""
+    def _notifying(self, of_interrupts: bool = False):
+        """Notifies the other ranks of an error that this one cannot go on from: they would wait for it. of_interrupts:
+        of what is none of the kind that all ranks have."""
         try:
             yield
         except NothingToResume:  # On all ranks.
+            raise
+        except Exception if of_interrupts else ():
             raise
         except BaseException as error:
             if isinstance(error, AbortedError):
@@ -766,6 +881,14 @@ class Binding:
             self._watch.remember()
 
 
+def _listen(peers: Peers | None, own: OwnService | None) -> None:
+    """While the service is awaited: raises what ends the wait."""
+    if peers is not None:
+        peers.listen()
+    if own is not None:
+        own.check()
+
+
 def _refusal(call: Callable[[], Any], *kinds: type[BallastError]) -> str:
     """Status and text of an error of these kinds, which leaves everything as it was; or ""."""
     try:
@@ -780,6 +903,16 @@ def _refusal(call: Callable[[], Any], *kinds: type[BallastError]) -> str:
 def _error_of(refusal: str) -> BallastError:
     status, _, why = refusal.partition(" ")
     return error_of(int(status), why)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for what lives no longer than its object: with a reference to it that would be kept alive."""
+    reference = weakref.WeakMethod(method)
+    return lambda *arguments: reference()(*arguments)
+
+
+def _same(ones: list[Seen], others: list[Seen]) -> bool:
+    return all(one is other and version == before for (one, version), (other, before) in zip(ones, others))
 
 
 def _identities(param_groups: list[dict[str, Any]]) -> list[int]:

@@ -28,14 +28,19 @@ def ddp_of(parameters: Sequence[torch.Tensor], module: torch.nn.Module | None) -
     wrap a model after its optimizer is made. ValueError if that is not just one."""
     if isinstance(module, DistributedDataParallel):
         return module
-    ours = {id(parameter) for parameter in parameters}
-    found = [other for other in gc.get_objects() if issubclass(type(other), DistributedDataParallel) and
-             any(id(parameter) in ours for parameter in other.parameters())]
+    found = living_with(parameters)
     if len(found) != 1:
         raise ValueError(f"overlap with several processes goes with a DistributedDataParallel, and {len(found)} have "
                          "these parameters: wrap the model in one, or shard it with fully_shard, before the first "
                          "step(), attach() or load_state_dict(); or set optimizer.module to the one that is trained")
     return found[0]
+
+
+def living_with(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Those that have some of these parameters."""
+    ours = {id(parameter) for parameter in parameters}
+    return [other for other in gc.get_objects() if issubclass(type(other), DistributedDataParallel) and
+            any(id(parameter) in ours for parameter in other.parameters())]
 
 
 def check_reduction(module: DistributedDataParallel) -> None:

@@ -21,9 +21,6 @@ def of_job(parameter: torch.Tensor) -> bool:
 
 def check_group(group: dict[str, Any]) -> None:
     """What a job can have. ValueError that names what it cannot."""
-    if "param_names" not in group:
-        raise ValueError("the service keeps state by name: give model.named_parameters(), or "
-                         "ballast.torch.groups(model)")
     for name in ("capturable", "differentiable"):
         if group[name]:
             raise ValueError(f"{name} is not possible: the update is made on the service")
@@ -37,6 +34,48 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"parameter {name} is complex, which is not supported")
         if parameter.dtype not in _DTYPES:
             raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
+
+
+def check_memory(named: list[tuple[str, torch.Tensor]]) -> None:
+    """ValueError for a parameter without memory, and for two over the same: an update of one would write the other,
+    which the service does not know."""
+    areas: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, parameter in named:
+        here = local(parameter)
+        if here.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device and has no weights: call model.to_empty(device=...) "
+                             "and give it weights before the optimizer's first step(), attach() or load_state_dict()")
+        if here.numel() > 0:
+            if here.untyped_storage().nbytes() == 0:
+                raise ValueError(f"the memory of parameter {name} was freed: it is a whole one that FSDP2 had gathered for "
+                                 "a forward; create the optimizer before the first forward, or after model.reshard()")
+            begin = here.storage_offset() * here.element_size()
+            last = sum((size - 1) * stride for size, stride in zip(here.shape, here.stride()))
+            areas.setdefault(here.untyped_storage().data_ptr(), []).append(
+                (begin, begin + (last + 1) * here.element_size(), name, here))
+    for of_storage in areas.values():
+        of_storage.sort(key=lambda area: area[:2])
+        for index, (_, end, name, tensor) in enumerate(of_storage):
+            for begin, _, other_name, other in of_storage[index + 1:]:
+                if begin >= end:
+                    break
+                if _share(tensor, other):
+                    raise ValueError(f"parameters {name} and {other_name} are two over the same memory, of which each "
+                                     "would have weights of its own on the service: use one Parameter in both places, "
+                                     "as in b.weight = a.weight")
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an element of them is the same: both may be columns of one matrix."""
+    def at(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        of_storage = torch.zeros(size, dtype=torch.bool)
+        of_storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        return of_storage
+
+    if one.element_size() != other.element_size():
+        return True
+    return bool((at(one) & at(other)).any())
 
 
 class Described:

@@ -19,3 +19,55 @@ def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -
     others = [pair for pair in named if pair[1].dim() < 2]
     return [dict(options, params=pairs, weight_decay=decay)
             for pairs, decay in ((decayed, weight_decay), (others, 0.0)) if pairs]
+
+
+def named(params: Any, module: torch.nn.Module | None, begin: int = 0) -> Any:
+    """What torch.optim takes as parameters, each with a name: one that has none gets that of names_in, or "param.N"
+    for the Nth of all, counted from begin. What torch has an error for stays."""
+    if isinstance(params, (torch.Tensor, set, dict)):
+        return params
+    groups = list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    names, number, result = names_in(module), begin, []
+    for group in groups:
+        entries = group.get("params")
+        if entries is None or isinstance(entries, set):
+            return groups
+        pairs = []
+        for entry in [entries] if isinstance(entries, torch.Tensor) else entries:
+            pairs.append((names.get(id(entry), f"param.{number}"), entry) if torch.is_tensor(entry) else entry)
+            number += 1
+        result.append({**group, "params": pairs})
+    return result
+
+
+def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state of an optimizer, in these param groups if its own are others: by the parameters' names, or, where it has
+    none, without its empty groups. A group whose parameters were in several has its own hyper-parameters. What cannot be
+    matched stays."""
+    theirs = state["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    if [len(group["params"]) for group in theirs] == sizes:
+        return state
+    if [len(group["params"]) for group in theirs if group["params"]] == sizes:
+        return {**state, "param_groups": [group for group in theirs if group["params"]]}
+    found = {name: (index, group) for group in theirs for name, index in zip(group.get("param_names", []), group["params"])}
+    names = [name for group in groups for name in group["param_names"]]
+    if sorted(found) != sorted(names):
+        return state
+    result = []
+    for group in groups:
+        sources = [found[name][1] for name in group["param_names"]]
+        alike = all(source is sources[0] for source in sources)
+        own = {key: value for key, value in group.items() if not key.startswith("job_")}
+        result.append({**sources[0], **({} if alike else own), "param_names": group["param_names"],
+                       "params": [found[name][0] for name in group["param_names"]]})
+    return {**state, "param_groups": result}
+
+
+def names_in(module: torch.nn.Module | None) -> dict[int, str]:
+    """By the identity of its parameters, as a module has them that DistributedDataParallel may have wrapped."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    return {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}

@@ -39,7 +39,7 @@ class Adam(Remote):
                  fused: bool | None = None, decoupled_weight_decay: bool = False, service: str | None = None,
                  job: str | None = None, max_norm: float | None = None, update: str = "wait",
                  process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
-                 reconnect_timeout: float = 60.0, full_state: bool = False,
+                 reconnect_timeout: float = 60.0, full_state: bool | None = None,
                  overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
                  module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
@@ -78,7 +78,8 @@ class AdamW(Adam):
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
     reconnect_timeout: how long a call waits for a service that went away, in seconds, before it raises an
-    UnavailableError. full_state: state_dict has the moments, too. keep_previous: `undo_step` is possible, and the
+    UnavailableError. full_state: state_dict has the moments, too; by default with service=None, whose state ends with
+    the run. keep_previous: `undo_step` is possible, and the
     service keeps one more version of all state for it. on_abort: what becomes of a step that cannot be kept, because it was aborted on the
     service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
     changes nothing, `skipped` says why, and training goes on. tls_ca, tls_cert, tls_key, token_file: files, as for
@@ -111,7 +112,7 @@ class AdamW(Adam):
                  fused: bool | None = None, service: str | None = None, job: str | None = None,
                  max_norm: float | None = None, update: str = "wait",
                  process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
-                 reconnect_timeout: float = 60.0, full_state: bool = False,
+                 reconnect_timeout: float = 60.0, full_state: bool | None = None,
                  overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
                  module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,

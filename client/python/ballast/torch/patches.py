@@ -42,6 +42,14 @@ def register(stream: GradientStream, parameters: Mapping[int, torch.nn.Parameter
         _wrap()
 
 
+def release(parameter: torch.Tensor) -> None:
+    """Its gradients leave through no stream any more, but in the step() of whom they are given to."""
+    stream, index = taker_of(parameter) or (None, -1)
+    if stream is not None:
+        del _streams[parameter]
+        stream.unhook(index)
+
+
 def taker_of(parameter: torch.Tensor) -> tuple[GradientStream, int] | None:
     """The stream that takes its gradients, and its index there."""
     found = _streams.get(parameter)

@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import FailedPreconditionError, NotFoundError
 from ..restore import is_one
-from ..service import Service
 from ..session import HyperParameters
-from .binding import Binding, NothingToResume
-from .ddp import check_reduction
+from . import dcp, owners
+from .binding import Binding, Kept, NothingToResume
+from .ddp import check_reduction, living_with, whole_on_several_ranks
 from .description import check_group
+from .groups import named, names_in, regrouped
 from .moments import Moments, moments_of
 from .reports import Logged
 from .returning import check_overlap_weights
 
 # A warning says the first skipped step, and from then on each of so many.
 _SKIPS_A_WARNING = 100
+_NUMBERED = re.compile(r"param\.\d+")
 
 
 class Remote(torch.optim.Optimizer):
     """AdamW and Adam are of this class. The hyper-parameters of a param group may change between steps, as LR
     schedulers do it; the parameters may not, once the first step has been made."""
 
-    # GradScaler hands over its scale and does not unscale: the service divides, and skips the step where
-    # a gradient is not finite.
-    _step_supports_amp_scaling = True
-
     _binding: Binding | None = None
     _moments: list[Moments | None] | None = None  # By parameter: of a state that was loaded, until a job has them.
     _settings: dict[str, Any] | None = None  # While it is made.
     _full_state = False
-    _kept_service: Service | None = None  # Of a binding that has failed, for the next one.
     _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
 
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float,
-                 reconnect_timeout: float, full_state: bool, overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
+                 reconnect_timeout: float, full_state: bool | None, overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
                  module: torch.nn.Module | None, keep_previous: bool, on_abort: str,
                  credentials: dict[str, str | None]):
         self._forget_steps()
+        self._kept = Kept()
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
@@ -58,10 +58,11 @@ class Remote(torch.optim.Optimizer):
             raise ValueError("a job of a service has a name: give job=")
         # Of the job that a state is of, and its step. In the param groups, so that torch.distributed.checkpoint
         # takes them along.
-        super().__init__(params, defaults | dict(job_uid="", job_step=0))
+        super().__init__(named(params, module), defaults | dict(job_uid="", job_step=0))
         for group in self.param_groups:
             check_group(group)
-        self._full_state = full_state
+            owners.made(group["params"])
+        self._full_state = service is None if full_state is None else full_state
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout,
                               reconnect_timeout=reconnect_timeout, overlap=overlap,
@@ -74,6 +75,14 @@ class Remote(torch.optim.Optimizer):
             check_overlap_weights({name: parameter for group in self.param_groups
                                    for name, parameter in zip(group["param_names"], group["params"])
                                    if parameter.requires_grad}, module)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler. True: it hands over its scale and leaves the gradients as they are, the service divides
+        them, and all ranks skip the step where one is not finite. So it is where GradScaler cannot: each rank sees
+        its own shards only, and torch unscales no fp16."""
+        return any(isinstance(parameter, DTensor) or parameter.dtype == torch.float16
+                   for group in self.param_groups for parameter in group["params"])
 
     def _forget_steps(self) -> None:
         # Of the last step. No attributes of the class: Lightning's wrappers of optimizers would show those.
@@ -112,6 +121,7 @@ class Remote(torch.optim.Optimizer):
                               "optimizer.skipped is the reason of each step)", stacklevel=3)
             self._skips += 1
         self._tell_step()
+        binding.forget_given()
         return loss
 
     def log(self, **numbers: float | torch.Tensor) -> None:
@@ -177,44 +187,52 @@ class Remote(torch.optim.Optimizer):
         return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
 
     @torch.no_grad()
-    def close(self, save: bool = False) -> None:
-        """Ends the session, and the service that was started for it. The job stays on the service, and so do its
-        memory and its state. The weights stay in the parameters. Where weights are coming that ranks gather from each
-        other, it is a FailedPreconditionError, and nothing is closed, until all ranks have called `wait_for_weights`.
+    def close(self, save: bool = False, job: bool = False) -> None:
+        """Ends the session, and the service that was started for it. On a service that was not, the job stays, and so do
+        its memory and its state. The weights stay in the parameters. Where weights are coming that ranks gather from
+        each other, it is a FailedPreconditionError, and nothing is closed, until all ranks have called
+        `wait_for_weights`.
 
-        save: at the end of a training. All ranks call it. The service saves the job in a new checkpoint, in the folder
-        of the job's name, and then closes the job, which frees its memory; `attach(resume=True)` goes on from there. If
-        that is refused, it is an error on all ranks, and nothing is closed, unless the connection broke."""
-        if save:
+        job: closes the job, too, which frees its memory. save: the same, after the service has saved it in a new
+        checkpoint, in the folder of the job's name; `attach(resume=True)` goes on from there. All ranks call it. If that
+        is refused, it is an error on all ranks, and nothing is closed, unless the connection broke."""
+        if save or job:
             if self._binding is None:
-                raise FailedPreconditionError("this optimizer is bound to no job that could be saved")
-            self._binding.save_and_close_job()
+                raise FailedPreconditionError("this optimizer is bound to no job that could be "
+                                              f"{'saved' if save else 'closed'}")
+            self._binding.close_job(save)
         if self._binding is not None:
-            refused = False
             try:
                 if not self._binding.failed:
+                    self._binding.settle()
                     self._binding.wait_for_weights(together=False)
-            except FailedPreconditionError:
-                refused = not self._binding.failed  # Then the weights can still come.
+            except Exception as error:
+                if not isinstance(error, FailedPreconditionError) or self._binding.failed:  # Else they can still come.
+                    self._release()
                 raise
-            finally:
-                if not refused:
-                    self._binding.close()
-                    self._binding = None
-        if self._kept_service is not None:
-            self._kept_service.stop()
-            self._kept_service = None
+        self._release()
+
+    def _release(self) -> None:
+        if self._binding is not None:
+            self._binding.close(with_job=True)
+            self._binding = None
+        self._kept = Kept()
 
     def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None) -> Binding:
-        if attach and self._binding is not None:
-            if self._binding.failed or not self._binding.has(self.param_groups):
-                # With the service that was started for this run the job would end.
-                self._binding, self._kept_service = None, self._binding.hand_over()
-            elif checkpoint is not None and is_one(checkpoint):
+        bound = self._binding
+        if attach and bound is not None:
+            if checkpoint is not None and is_one(checkpoint) and not bound.failed:
                 job = self._settings["job"]
                 raise FailedPreconditionError(f"this optimizer is bound to job {job} already: `ballast load {job} "
                                               f"{checkpoint}` takes it there, or close() the optimizer first")
+            if bound.failed or bound.peers is not None or not bound.has(self.param_groups):
+                bound.close()
+                self._binding = None
+            else:
+                bound.settle(again=True)
+                self._tell_step()
         if self._binding is None:
+            self._name_by_module()
             group = self.param_groups[0]
             resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
             if attach and resume == self._own_step:  # Of this optimizer itself: nothing has been loaded.
@@ -222,16 +240,33 @@ class Remote(torch.optim.Optimizer):
             self._binding = Binding(
                 self.param_groups, self._current_hyper_parameters,
                 resume=resume, new=new or self._moments is not None, attach=attach or resume is not None,
-                checkpoint=checkpoint, moments=self._moments, owned_service=self._kept_service, logged=self._logged,
+                checkpoint=checkpoint, moments=self._moments, kept=self._kept, logged=self._logged,
                 **self._settings)
-            self._moments = self._kept_service = None
+            self._moments, self._kept.begun = None, False
+            owners.register(self, self._binding.parameters, _job_of)
             self._fill_state()
             self._tell_step()
         return self._binding
 
+    def _name_by_module(self) -> None:
+        """Parameters that were given without names, as the module has them, or a DistributedDataParallel, if one is
+        found."""
+        if not any(_NUMBERED.fullmatch(name) for group in self.param_groups for name in group["param_names"]):
+            return
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        module = self.module
+        if module is None and whole_on_several_ranks(parameters, self._settings["process_group"]):
+            module = next(iter(living_with(parameters)), None)
+        names = names_in(module)
+        for group in self.param_groups:
+            group["param_names"] = [
+                names.get(id(parameter), name) if _NUMBERED.fullmatch(name) else name
+                for name, parameter in zip(group["param_names"], group["params"])]
+
     def _tell_step(self) -> None:
         for parameter in self._binding.parameters:
-            self.state[parameter]["step"].fill_(self._binding.step_count)
+            if parameter in self.state:
+                self.state[parameter]["step"].fill_(self._binding.step_count)
         for group in self.param_groups:
             group["job_uid"], group["job_step"] = self._binding.job_uid, self._binding.step_count
         self._own_step = (self._binding.job_uid, self._binding.step_count)
@@ -244,6 +279,13 @@ class Remote(torch.optim.Optimizer):
         return [self._hyper_parameters(group) for group in self.param_groups]
 
     def _hyper_parameters(self, group: dict[str, Any]) -> HyperParameters:
+        for name in ("lr", "eps", "weight_decay"):  # Else the service refuses them, when the step has begun.
+            if not 0.0 <= group[name] < math.inf:
+                raise ValueError(f"Invalid {name} value: {float(group[name])}; set it in the optimizer's param_groups")
+        for index, beta in enumerate(group["betas"]):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {float(beta)}; set it in the optimizer's "
+                                 "param_groups")
         return HyperParameters(
             lr=float(group["lr"]), betas=tuple(float(beta) for beta in group["betas"]), eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
@@ -256,6 +298,8 @@ class Remote(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if self._binding is not None:
             self._binding.discard(set_to_none)
+            if self._own_step != (self._binding.job_uid, self._binding.step_count):  # After an interrupt.
+                self._tell_step()
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is bound at its own first step."""
@@ -270,11 +314,15 @@ class Remote(torch.optim.Optimizer):
                 group.setdefault(name, value)
         if "_settings" in state:  # load_state_dict comes here without.
             self._forget_steps()
+            self._kept = Kept()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._binding is not None:
             raise RuntimeError("parameters cannot be added after the first step: the job on the service has the "
                                "parameters that it was created with. Close it and create another optimizer")
+        if self._settings is not None:
+            begin = sum(len(group["params"]) for group in self.param_groups)
+            (param_group,) = named([param_group], self.module, begin)
         super().add_param_group(param_group)
         if self._settings is not None:
             check_group(self.param_groups[-1])
@@ -289,7 +337,8 @@ class Remote(torch.optim.Optimizer):
                 del self.state[parameter]
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter].setdefault("step", torch.tensor(0.0))
+                if parameter.requires_grad:
+                    self.state[parameter].setdefault("step", torch.tensor(0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
@@ -300,9 +349,11 @@ class Remote(torch.optim.Optimizer):
         With full_state also the moments, and the masters of parameters that are not fp32, in fp32, sharded as the
         parameters: torch.optim goes on with them, and so does a new job (`load_state_dict`). Every rank reads them from
         the service, one parameter at a time."""
+        dcp.load_without_ours()
         self._fill_state()
         if self._binding is not None:
-            self._binding.end_step()  # Else the state is of a step that may never be.
+            self._binding.settle_to_save()  # Else the state is of a step that may never be.
+            self._tell_step()
         if self._binding is not None and not (self._full_state and self._settings["service"] is None):
             self._binding.save()
         state = super().state_dict()
@@ -311,7 +362,7 @@ class Remote(torch.optim.Optimizer):
             for index, moments in enumerate(self._moments):
                 if index in state["state"]:  # A parameter that is there twice counts where it is first.
                     state["state"][index] = state["state"][index] | (moments or {})
-        elif self._full_state:
+        elif self._full_state and (self._binding is not None or dcp.asks()):
             amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
             for index, values in state["state"].items():
                 if parameters[index].requires_grad:
@@ -340,6 +391,7 @@ class Remote(torch.optim.Optimizer):
         order. Until then the moments take 8 bytes a parameter on each rank (with FSDP2, of its shards). Each rank
         uploads its part, with the weights. At that step(): FailedPreconditionError if the job has weights already,
         BallastError if the service is older and takes no moments; then there is `ballast.torch.to_checkpoint`."""
+        state_dict = regrouped(state_dict, self.param_groups)
         moments = moments_of(state_dict, self.param_groups)
         uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
         bound = self._binding
@@ -382,4 +434,9 @@ class Remote(torch.optim.Optimizer):
             group.update(job_uid="", job_step=0, param_names=of_group)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter, values in zip(parameters, moments):
-            self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()
+            if parameter in self.state:
+                self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()
+
+
+def _job_of(optimizer: Remote) -> str:
+    return "" if optimizer._binding is None else optimizer._binding.job

@@ -67,7 +67,7 @@ class ReturningWeights:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._forget()
+        self.forget()
 
     def begin(self, take: Callable[[list[int], bool], None]) -> None:
         """A step is decided, whose weights are coming."""
@@ -103,7 +103,7 @@ class ReturningWeights:
         """Whether weights came back and nothing has read any."""
         return bool(self._unread) and len(self._unread) == len(self._names)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self.coming, self._unread, self._take = set(), set(), None
 
     # ------------------------------------------------------------ hooks

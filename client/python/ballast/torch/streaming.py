@@ -31,6 +31,7 @@ from .watch import Samples, sampled
 
 _engine = torch.autograd.Variable._execution_engine
 _current_backward = torch._C._current_graph_task_id
+Seen = "tuple[torch.Tensor | None, int]"  # See seen.
 _forks = 0  # That led from the process that imported this to this one: asking the system takes longer than a gradient.
 
 
@@ -46,8 +47,8 @@ class GradientStream:
     """Of one session. `hooked`: by their index in the job, the parameters whose gradients are taken where autograd
     leaves them; None for the others. `times`: how often each comes in a step, at first. `frees`: that is a promise for
     all steps, and `.grad` is freed as it leaves. `part`: of a gradient, by its index, what this process has; it raises
-    where that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `seal`: gives
-    what has not left, and waits for all ranks. `failed`: whether no step can be made any more. `on_gpu`: whether
+    where that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now, and notes it
+    here. `seal`: gives what has not left, waits for all ranks, and notes it here. `failed`: whether no step can be made any more. `on_gpu`: whether
     gradients are there."""
 
     def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None], times: int, frees: bool,
@@ -56,7 +57,7 @@ class GradientStream:
         self.begun = False
         self.sealed: Sealed | None = None
         self.closed = False
-        self.left: dict[int, tuple[torch.Tensor | None, int]] = {}  # In this step: `.grad` as it was then, see _seen.
+        self.left: dict[int, Seen] = {}  # In this step: `.grad` as it was then, see seen.
         self._came = [0] * len(hooked)  # How often, in this step.
         self._leaves_at = [times] * len(hooked)
         self.frees = frees
@@ -67,21 +68,26 @@ class GradientStream:
         self._forks = _forks
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
-        self._backwards: set[int] = set()  # In which a gradient has come, and that have not ended.
+        self._backwards: dict[int, int] = {}  # In which a gradient has come, and that have not ended, and their thread.
         self.hooked = frozenset(index for index, parameter in enumerate(hooked) if parameter is not None)
         self._on_gpu = on_gpu
         self.move_to(session)
         # Parameters outlive an optimizer that was not closed: it must not go on taking what they get.
-        self._hooks = [parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
-                       for index, parameter in enumerate(hooked) if parameter is not None]
+        self._hooks = {index: parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
+                       for index, parameter in enumerate(hooked) if parameter is not None}
 
     def close(self) -> None:
         self.closed = True
-        for hook in self._hooks:
-            hook.remove()
+        for index in list(self._hooks):
+            self.unhook(index)
         if self._copies is not None:
             self._copies.close()
         self._forget()
+
+    def unhook(self, index: int) -> None:
+        """The parameter gives its gradients to another optimizer."""
+        if index in self._hooks:
+            self._hooks.pop(index).remove()
 
     def leave_session(self) -> None:
         """Before the session is closed. Between steps; nothing is given until `move_to`."""
@@ -99,9 +105,7 @@ class GradientStream:
 
     def seal(self) -> Sealed:
         """Once in a step, by all ranks; what has left cannot be added to then."""
-        if self.sealed is None:
-            self.sealed = self._seal()
-        return self.sealed
+        return self.sealed or self._seal()
 
     def enter_backward(self, backward: int) -> None:
         """When the first gradient of a backward comes. Until `leave_backward` the step cannot be sealed."""
@@ -114,15 +118,15 @@ class GradientStream:
             if self.sealed is not None:
                 raise FailedPreconditionError("a backward after clip_grad_norm_, which had all ranks end the step; "
                                               "call step() or zero_grad() first")
-            self._backwards.add(backward)
+            self._backwards[backward] = threading.get_ident()
 
     def leave_backward(self, backward: int) -> None:
         with self._lock:
-            self._backwards.discard(backward)
+            self._backwards.pop(backward, None)
             here = {index: self.left[index][0] for index in self._leaving}
             for index, gradient in here.items():
                 if isinstance(gradient, DTensor):  # FSDP2's share their version, and others have been written since.
-                    self.left[index] = _seen(gradient)
+                    self.left[index] = seen(gradient)
             self._samples += sampled(here)
             self._leaving.clear()
 
@@ -135,19 +139,26 @@ class GradientStream:
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """What this process has of a parameter's gradient goes to the service, once in a step."""
         with self._lock:
-            self._give(index, gradient)
+            gradient = self._prepare(index, gradient)
+            with self._session.part():
+                self._give(index, gradient)
 
-    def _give(self, index: int, gradient: torch.Tensor) -> None:
+    def _prepare(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What of it is given, in the step that has begun then."""
         gradient = self._part(index, gradient)
-        copied = self._copies is not None and is_on_gpu(gradient)
-        if not copied and gradient.device.type != "cpu":
+        if gradient.device.type != "cpu" and not self._is_copied(gradient):
             raise RuntimeError(f"the gradient of parameter {self._session.job.parameters[index].name} is on "
                                f"{gradient.device}, from where none leaves during backward: move the model before the "
                                "first step(), or create the optimizer with overlap=False")
         if not self.begun:
             self._begin()
-            self.begun = True
-        if copied:
+        return gradient
+
+    def _is_copied(self, gradient: torch.Tensor) -> bool:
+        return self._copies is not None and is_on_gpu(gradient)
+
+    def _give(self, index: int, gradient: torch.Tensor) -> None:
+        if self._is_copied(gradient):
             self._copies.start(index, gradient)
             return
         if self._cuda and gradient.is_pinned():
@@ -166,20 +177,26 @@ class GradientStream:
                 parameter.grad = None
             else:
                 self._leaving.add(index)
-            self.left[index] = _seen(parameter.grad)
+            self.left[index] = seen(parameter.grad)
 
     def first_changed(self, parameters: Sequence[torch.nn.Parameter]) -> int | None:
         """Whose `.grad` is not what has left. Autograd does not count writes to its `.data`: some elements are
         compared."""
         for index, left in self.left.items():
-            now = _seen(parameters[index].grad)
+            now = seen(parameters[index].grad)
             if now[0] is not left[0] or now[1] != left[1]:
                 return index
         return next((index for samples in self._samples for index in samples.changed()), None)
 
-    def check_ended(self) -> None:
-        """Before the step is sealed."""
-        if self._backwards:
+    def was_broken_off(self) -> bool:
+        """Whether a backward of this thread has not ended, and never will."""
+        return threading.get_ident() in self._backwards.values()
+
+    def check_ended(self, by_itself: bool) -> None:
+        """Before the step is sealed. by_itself: no other rank waits for the gradients of a backward that was broken
+        off, which can leave once more if they are in .grad."""
+        leave_again = by_itself and not self.frees
+        if any(not leave_again or thread != threading.get_ident() for thread in self._backwards.values()):
             raise FailedPreconditionError("a backward pass did not end, and part of its gradients has been sent; call "
                                           "zero_grad() and do the step's backward passes again")
 
@@ -206,9 +223,10 @@ class GradientStream:
             return False
         if self._copies is not None:
             self._copies.wait()
-        if self.begun:
-            self._session.discard()
-        self._forget_gradients()
+        with self._session.part():
+            if self.begun:
+                self._session.discard()
+            self._forget_gradients()
         return True
 
     def _forget_gradients(self) -> None:
@@ -227,7 +245,7 @@ class GradientStream:
 
     def take(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None or self._forks != _forks:
+        if gradient is None or self._forks != _forks or self._session.torn:  # Then step() gives it.
             return
         backward = _current_backward()
         with self._lock:
@@ -235,11 +253,13 @@ class GradientStream:
                 self.enter_backward(backward)
                 at_end_of_backward(functools.partial(self.leave_backward, backward))
             if self.comes(index):
-                self._give(index, gradient)
-                self.has_left(index, parameter)
+                gradient = self._prepare(index, gradient)
+                with self._session.part():
+                    self._give(index, gradient)
+                    self.has_left(index, parameter)
 
 
-def _seen(gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+def seen(gradient: torch.Tensor | None) -> Seen:
     """Changes when it is written, or is another one, which may have its address once it is gone."""
     if gradient is None:
         return None, 0
@@ -255,6 +275,8 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def _hook(stream: weakref.ref[GradientStream], index: int) -> Callable[[torch.nn.Parameter], None]:
     def take(parameter: torch.nn.Parameter) -> None:
+        if torch.compiler.is_compiling():  # A backward, by compiled autograd: step() gives it.
+            return
         living = stream()
         if living is not None:
             living.take(index, parameter)

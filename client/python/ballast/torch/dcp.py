@@ -1,0 +1,47 @@
+"""What torch.distributed.checkpoint must know of an optimizer's state.
+
+It loads into a state that the optimizer has, of which every entry must be in the checkpoint. One that torch.optim has
+saved has none of the entries that only ours has: they stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+# By the path of an entry in the flat state, that of a parameter or group in between.
+_OURS = re.compile(r"(.*\.)?(param_groups\..*\.(job_uid|job_step|param_names(\.\d+)?)|state\..*\.master)")
+
+
+def asks() -> bool:
+    """Whether it calls the caller."""
+    return sys._getframe(2).f_globals.get("__name__") == _STATE_DICT
+
+
+def load_without_ours() -> None:
+    """Once it is imported."""
+    planner = getattr(sys.modules.get(_PLANNER), "DefaultLoadPlanner", None)
+    if planner is not None and not hasattr(planner.create_local_plan, "__wrapped__"):
+        planner.create_local_plan = _leaving_ours(planner.create_local_plan)
+
+
+def _leaving_ours(original):
+    @functools.wraps(original)
+    def create_local_plan(self):
+        saved = set() if self.metadata is None else self.metadata.state_dict_metadata
+        for key in [key for key in self.state_dict if key not in saved and _OURS.fullmatch(key)]:
+            del self.state_dict[key]
+            if key.endswith(".master"):  # The weights are in the checkpoint's model.
+                _remove(self.original_state_dict, self.mappings.get(key, (key,)))
+        return original(self)
+
+    return create_local_plan
+
+
+def _remove(state, path) -> None:
+    for step in path[:-1]:
+        state = state[step]
+    del state[path[-1]]

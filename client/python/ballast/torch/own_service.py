@@ -1,0 +1,75 @@
+"""The service of this process for optimizers that were given none."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import weakref
+
+from ..errors import UnavailableError
+from ..service import Service
+
+_lock = threading.Lock()
+_living: weakref.ref[OwnService] | None = None
+
+
+class OwnService:
+    """Ends with the last who has it."""
+
+    def __init__(self):
+        self._service, self._owner = Service(), os.getpid()
+        self._jobs: weakref.WeakValueDictionary[str, Kept] = weakref.WeakValueDictionary()
+        weakref.finalize(self, self._service.stop).atexit = False  # The service has its own.
+
+    @property
+    def address(self) -> str:
+        return self._service.address
+
+    @property
+    def pid(self) -> int:
+        return self._service.pid
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it lives, and this process is no fork of the one that started it."""
+        return os.getpid() == self._owner and self._service.ended is None
+
+    @property
+    def has_other_jobs(self) -> bool:
+        return len(self._jobs) > 1
+
+    def check(self) -> None:
+        """UnavailableError if it has ended."""
+        why = self._service.ended
+        if why is not None:
+            raise UnavailableError("the service that was started for this run has ended, and its jobs with it "
+                                   f"({why}): load a state into another optimizer")
+
+    def name_for(self, kept: Kept, job: str) -> str:
+        """The job's name, or, where another optimizer has a job of it, that with a number."""
+        number, name = 1, job
+        while self._jobs.get(name, kept) is not kept:
+            number += 1
+            name = f"{job}-{number}"
+        self._jobs[name] = kept
+        return name
+
+
+def own_service() -> OwnService:
+    """The living one, or another that is started."""
+    global _living
+    with _lock:
+        service = _living() if _living is not None else None
+        if service is None or not service.is_here:
+            service = OwnService()
+            _living = weakref.ref(service)
+        return service
+
+
+@dataclasses.dataclass(eq=False)
+class Kept:
+    """What an optimizer has beyond one binding, also where the making of one is interrupted."""
+
+    service: OwnService | None = None  # On the rank that has it.
+    begun: bool = False  # This optimizer makes the job, and its binding to it has not succeeded yet.

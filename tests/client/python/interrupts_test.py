@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Ctrl-C anywhere in a training with ballast.torch: it goes on, and costs no more than the step in progress."""
+
+import itertools
+import os
+import random
+import tempfile
+import traceback
+import unittest
+
+import torch
+from ranks_for_tests import run_ranks
+from torch_test import Model, batch, loss_of, names
+
+import ballast
+import ballast.torch
+from interrupts import AfterCall, AtLine
+
+_STEPS = 4
+# Of all modes: BALLAST_INTERRUPTS=500 says more, in some minutes.
+_LINES = int(os.environ.get("BALLAST_INTERRUPTS", 60))
+_MODES = {"plain": {}, "overlap": {"overlap": True}, "freed": {"overlap": True, "accumulation_steps": 1},
+          "overlap_weights": {"overlap": True, "overlap_weights": True}}
+_numbers = itertools.count()
+
+
+def place_of(error):
+    last = traceback.extract_tb(error.__traceback__)[-2:]
+    return [f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in last]
+
+
+class InterruptsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(1)
+        cls.service = ballast.Service(memory_limit="4GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def training(self, mode, **options):
+        model = Model()
+        if mode == "overlap_weights":
+            options["module"] = model
+        options = {"service": self.service.address, "job": f"{mode}-{next(_numbers)}"} | _MODES[mode] | options
+        return model, ballast.torch.AdamW(names(model), lr=0.01, **options)
+
+    def train(self, model, optimizer, until=_STEPS):
+        """Step by step, each with the batch that its number has."""
+        while True:
+            optimizer.zero_grad()
+            step = optimizer.param_groups[0]["job_step"]
+            if step == until:
+                return
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+
+    def weights(self, model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def undisturbed(self, mode, disturbance):
+        """Its weights, and how many events there are in it."""
+        model, optimizer = self.training(mode)
+        with disturbance() as events:
+            self.train(model, optimizer)
+            optimizer.close()
+        return self.weights(model), events.count
+
+    def check(self, mode, disturbance, chosen):
+        """Of the events those that are chosen are interrupts, each in a training of its own."""
+        self.undisturbed(mode, disturbance)  # With what is done once in a process.
+        expected, events = self.undisturbed(mode, disturbance)
+        self.assertGreater(events, 40)
+        for at in chosen(range(1, events + 1)):
+            model, optimizer = self.training(mode)
+            event = disturbance(at)
+            with self.subTest(mode=mode, event=at), self.assertRaises(KeyboardInterrupt) as raised, event:
+                self.train(model, optimizer)
+                optimizer.close()
+            with self.subTest(mode=mode, event=at, place=place_of(raised.exception)):
+                if at % 2:
+                    optimizer.attach(create=True)
+                self.train(model, optimizer)
+                optimizer.close()
+                for (name, parameter), other in zip(model.named_parameters(), expected):
+                    self.assertTrue(torch.equal(parameter, other), name)
+            optimizer.close()
+
+    def test_a_step_that_is_called_again_counts_once(self):
+        for mode in ("plain", "overlap", "overlap_weights"):
+            model, optimizer = self.training(mode)
+            retried = 0
+            for step in itertools.count():
+                at = 3 * step + 1
+                loss_of(model, batch(step)).backward()
+                event = AtLine(at)
+                try:
+                    with event:
+                        optimizer.step()
+                except KeyboardInterrupt as interrupt:
+                    retried += 1
+                    place = place_of(interrupt)
+                    optimizer.step()
+                self.assertEqual(optimizer.param_groups[0]["job_step"], step + 1, place)
+                optimizer.zero_grad()
+                if event.count < at:
+                    break
+            self.assertGreater(retried, 50)
+            model_of_reference, reference = self.training(mode)
+            for other in range(step + 1):
+                loss_of(model_of_reference, batch(other)).backward()
+                reference.step()
+                reference.zero_grad()
+            optimizer.close()
+            reference.close()
+            for (name, parameter), other in zip(model.named_parameters(), model_of_reference.parameters()):
+                self.assertTrue(torch.equal(parameter, other), f"{mode}: {name}")
+
+    def test_a_state_saved_in_its_handler_is_gone_on_from(self):
+        with tempfile.TemporaryDirectory() as folder, ballast.Service(checkpoint_dir=folder) as service:
+            for mode in ("plain", "overlap_weights"):
+                self.undisturbed(mode, AtLine)
+                expected, events = self.undisturbed(mode, AtLine)
+                for at in random.Random(2).sample(range(1, events + 1), 15):
+                    model, optimizer = self.training(mode, service=service.address)
+                    try:
+                        with AtLine(at):
+                            self.train(model, optimizer)
+                            optimizer.close()
+                    except KeyboardInterrupt:
+                        if optimizer._binding is None:  # Of no job.
+                            continue
+                        state = optimizer.state_dict()
+                    job = optimizer._settings["job"]
+                    with self.subTest(mode=mode, event=at):
+                        # The job goes on, so only what was saved with the state is left of that step.
+                        self.train(model, optimizer, _STEPS + 1)
+                        optimizer.close()
+                        model, optimizer = self.training(mode, service=service.address, job=job)
+                        optimizer.load_state_dict(state)
+                        self.train(model, optimizer)
+                        optimizer.close()
+                        for (name, parameter), other in zip(model.named_parameters(), expected):
+                            self.assertTrue(torch.equal(parameter, other), name)
+
+    def test_after_every_call_of_the_library(self):
+        for mode in _MODES:
+            self.check(mode, AfterCall, lambda events: events)
+
+    def test_at_random_lines(self):
+        for mode in _MODES:
+            self.check(mode, AtLine, lambda events: random.Random(26).sample(events, _LINES // len(_MODES)))
+
+    def test_of_several_ranks(self):
+        """Then all of them attach."""
+        cases = [("goes_on_after_interrupts", {"service": self.service.address, "job": f"ranks-{number}", "seed": number,
+                                               "sharded": number % 2 == 1, "overlap": number % 4 > 1})
+                 for number in range(8)]
+        self.assertGreater(sum(map(sum, run_ranks("interrupts_ranks", 2, cases))), 8)
+
+
+if __name__ == "__main__":
+    unittest.main()
