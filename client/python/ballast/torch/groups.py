@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,23 +24,21 @@ def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -
 
 def named(params: Any, module: torch.nn.Module | None, begin: int = 0) -> Any:
     """What torch.optim takes as parameters, each with a name: one that has none gets that of names_in, or "param.N"
-    for the Nth of all, counted from begin. What torch has an error for stays."""
+    for the Nth of all, counted from begin. Where some have names they stay as they are, and torch.optim has its error."""
     if isinstance(params, (torch.Tensor, set, dict)):
         return params
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    names, number, result = names_in(module), begin, []
-    for group in groups:
-        entries = group.get("params")
-        if entries is None or isinstance(entries, set):
-            return groups
-        pairs = []
-        for entry in [entries] if isinstance(entries, torch.Tensor) else entries:
-            pairs.append((names.get(id(entry), f"param.{number}"), entry) if torch.is_tensor(entry) else entry)
-            number += 1
-        result.append({**group, "params": pairs})
-    return result
+    if any(isinstance(group.get("params"), (set, type(None))) for group in groups):
+        return groups
+    groups = [{**group, "params": [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])}
+              for group in groups]
+    if not all(torch.is_tensor(entry) for group in groups for entry in group["params"]):
+        return groups  # With names, of all or of some.
+    names, number = names_in(module), itertools.count(begin)
+    return [{**group, "params": [(names.get(id(entry), f"param.{index}"), entry)
+                                 for entry, index in zip(group["params"], number)]} for group in groups]
 
 
 def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
