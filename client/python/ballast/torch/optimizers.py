@@ -70,18 +70,18 @@ class Adam(Remote):
 class AdamW(Adam):
     """torch.optim.AdamW on a Ballast service.
 
-    params: model.named_parameters(), or param groups with names (`ballast.torch.groups`). lr, betas, eps,
+    params: as torch has them, best with names: model.named_parameters(), or `ballast.torch.groups`. Without, the names
+    are those of module= or a DistributedDataParallel, or else numbers. lr, betas, eps,
     weight_decay, amsgrad, maximize: as in torch. foreach, fused: accepted, and without meaning here.
 
-    service: "host:port" or "unix:/path"; None starts a service for this run, which ends with it. job: its
+    service: "host:port" or "unix:/path"; None: the optimizers of this process share a service, which ends with the last of them. job: its
     name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
     reconnect_timeout: how long a call waits for a service that went away, in seconds, before it raises an
     UnavailableError. full_state: state_dict has the moments, too; by default with service=None, whose state ends with
-    the run. keep_previous: `undo_step` is possible, and the
-    service keeps one more version of all state for it. on_abort: what becomes of a step that cannot be kept, because it was aborted on the
-    service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
+    the run. keep_previous: `undo_step` is possible, and the service keeps one more version of all state for it.
+    on_abort: what becomes of a step that cannot be kept, because it was aborted on the service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
     changes nothing, `skipped` says why, and training goes on. tls_ca, tls_cert, tls_key, token_file: files, as for
     `ballast.connect`.
 
