@@ -42,4 +42,19 @@ absl::Status Session::CloseJob(const std::shared_ptr<grpc::Channel>& channel,
   return proto::FromGrpc(v1::JobService::Stub(connected).CloseJob(&context, request, &response));
 }
 
+absl::Status Session::DeleteCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
+                                       const std::string& checkpoint, const std::string& uid) {
+  constexpr absl::Duration kLimit = absl::Minutes(5);  // A disk may be slow.
+  Connection connection(channel);
+  BALLAST_ASSIGN_OR_RETURN(const auto connected, connection.Connected(absl::Seconds(10)));
+  grpc::ClientContext context;
+  context.set_deadline(proto::Deadline(kLimit));
+  v1::DeleteCheckpointRequest request;
+  request.set_directory(checkpoint);
+  request.set_uid(uid);
+  v1::DeleteCheckpointResponse response;
+  return proto::FromGrpc(
+      v1::StateService::Stub(connected).DeleteCheckpoint(&context, request, &response));
+}
+
 }  // namespace ballast::client

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
+#include <functional>
 #include <map>
 #include <new>
 #include <optional>
@@ -21,6 +23,7 @@
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -69,6 +72,7 @@ struct Engine::Impl {
                     .file_system =
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
                     .checkpoints = options.checkpoints,
+                    .checkpoint_uses = &checkpoint_uses,
                     .draining = &draining,
                     .warn = options.warn,
                     .tell = options.tell,
@@ -115,13 +119,21 @@ struct Engine::Impl {
   }
 
   std::atomic<int> looks = 0;  // Under way.
-  absl::StatusOr<std::vector<FoundCheckpoint>> Look(const LookRequest& request) const;
+  using FoundOrNot = absl::StatusOr<std::vector<FoundCheckpoint>>;
+  FoundOrNot Look(const LookRequest& request) const;
+  // Of those that are found, or were until they were deleted meanwhile.
+  FoundOrNot Verify(std::vector<FoundCheckpoint> found, const std::function<bool()>& wanted);
+  FoundOrNot Delete(const DeleteRequest& request);
+  // `work` on a disk thread, unless kMostLooks have one. It is asked whether it is still `wanted`.
+  Pending OnDisk(std::function<FoundOrNot(const std::function<bool()>& wanted)> work,
+                 Done<std::vector<FoundCheckpoint>> done);
 
   using Clock = std::chrono::steady_clock;
   const Clock::time_point began = Clock::now();
   const bool goes_on;
   const std::string instance_id = MakeInstanceId();
   Activities activities;
+  CheckpointUses checkpoint_uses;
   MemoryBudget budget;
   // Ends after the last task, which may still ask for memory, and until then only keeps the address
   // of `tasks`.
@@ -439,7 +451,7 @@ void Engine::SayFarewell() {
 
 void Engine::EndDrain() { impl_->draining.store(false); }
 
-absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const LookRequest& request) const {
+Engine::Impl::FoundOrNot Engine::Impl::Look(const LookRequest& request) const {
   FileSystem& files = *environment.file_system;
   if (!request.path.empty()) return FindCheckpoints(files, request.path);
   if (environment.checkpoints == nullptr) {
@@ -467,9 +479,9 @@ absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const LookReques
 namespace {
 
 // One that waits for the disk, until it is answered.
-class Look {
+class DiskCall {
  public:
-  explicit Look(Done<std::vector<FoundCheckpoint>> done) : done_(std::move(done)) {}
+  explicit DiskCall(Done<std::vector<FoundCheckpoint>> done) : done_(std::move(done)) {}
   bool answered() const { return answered_; }
   void Answer(absl::StatusOr<std::vector<FoundCheckpoint>> found) {
     // The disk thread and a Cancel may both come to this; the Done is called by the first.
@@ -481,55 +493,120 @@ class Look {
   Done<std::vector<FoundCheckpoint>> done_;
 };
 
-void Verify(FileSystem& files, FoundCheckpoint& found) {
-  if (!found.problem.ok()) return;
-  found.problem = OrOutOfMemory([&] {
-    return Checkpoint::Open(files, found.facts.directory, kMostForeignIndexBytes).status();
-  });
-}
-
 }  // namespace
 
-Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done) {
+Engine::Impl::FoundOrNot Engine::Impl::Verify(std::vector<FoundCheckpoint> found,
+                                              const std::function<bool()>& wanted) {
+  FileSystem& files = *environment.file_system;
+  std::vector<FoundCheckpoint> verified;
+  for (FoundCheckpoint& each : found) {
+    if (!wanted()) return absl::CancelledError("the caller is gone");
+    if (each.problem.ok()) {
+      const std::string& directory = each.facts.directory;
+      const CheckpointUses::Use use = checkpoint_uses.Read(directory);
+      if (use == nullptr || !files.Exists(IndexPath(directory))) continue;
+      each.problem = OrOutOfMemory(
+          [&] { return Checkpoint::Open(files, directory, kMostForeignIndexBytes).status(); });
+    }
+    verified.push_back(std::move(each));
+  }
+  return verified;
+}
+
+Engine::Impl::FoundOrNot Engine::Impl::Delete(const DeleteRequest& request) {
+  const std::filesystem::path path(request.path);
+  const std::string folder = path.parent_path().string();
+  const std::optional<uint64_t> step = StepNamed(path.filename().string());
+  std::vector<std::shared_ptr<JobImpl>> all;
+  {
+    MutexLock lock(mutex);
+    for (const auto& [name, entry] : jobs) {
+      if (entry.ready) all.push_back(entry.job);
+    }
+  }
+  // Before what there is is looked for: a save that has ended since is found then.
+  for (const std::shared_ptr<JobImpl>& job : all) {
+    if (!step.has_value() || (!request.uid.empty() && job->uid() != request.uid)) continue;
+    for (const SaveProgress& save : job->Status().saves) {
+      if (save.step != *step || save.directory != folder) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat(request.path, " is in use: job ", job->spec().name,
+                       " is being saved there at this step; delete it when that has ended "
+                       "(ballast job ",
+                       job->spec().name, " shows it)"));
+    }
+  }
+  FoundOrNot deleted = ballast::DeleteCheckpoints(*environment.file_system, checkpoint_uses,
+                                                  request.path, request.uid);
+  if (environment.checkpoints != nullptr) {
+    environment.checkpoints->ForgetMissing(*environment.file_system, folder);
+  }
+  if (!deleted.ok() || !environment.tell) return deleted;
+  for (const FoundCheckpoint& each : *deleted) {
+    environment.tell({.job = path.parent_path().filename().string(),
+                      .text = absl::StrCat("deleted step ", each.facts.step, " in ",
+                                           each.facts.directory, ", as a call asked")});
+  }
+  return deleted;
+}
+
+Pending Engine::Impl::OnDisk(std::function<FoundOrNot(const std::function<bool()>& wanted)> work,
+                             Done<std::vector<FoundCheckpoint>> done) {
   // The threads are for saves first of all.
   // Counted first and compared then, so that two calls cannot both take the last place.
-  if (impl_->looks.fetch_add(1) >= kMostLooks) {
-    --impl_->looks;
-    std::move(done)(absl::ResourceExhaustedError(absl::StrCat(
-        kMostLooks, " calls list or verify checkpoints already; try again when one has ended")));
+  if (looks.fetch_add(1) >= kMostLooks) {
+    --looks;
+    std::move(done)(absl::ResourceExhaustedError(
+        absl::StrCat(kMostLooks,
+                     " calls list, verify or delete checkpoints already; try again "
+                     "when one has ended")));
     return {};
   }
-  std::shared_ptr<Look> look;
+  std::shared_ptr<DiskCall> call;
   try {
-    look = std::make_shared<Look>(std::move(done));
-    const auto progress = request.verified
-                              ? impl_->activities.Begin({.kind = ActivityKind::kVerifyingCheckpoint,
-                                                         .job = request.job,
-                                                         .directory = request.path})
-                              : std::make_shared<Progress>();
-    impl_->disk_threads.Run([this, request = std::move(request), look, progress] {
-      absl::StatusOr<std::vector<FoundCheckpoint>> found =
-          OrOutOfMemory([&]() -> absl::StatusOr<std::vector<FoundCheckpoint>> {
-            if (look->answered()) return absl::CancelledError("the caller is gone");
-            auto all = impl_->Look(request);
-            if (!all.ok() || !request.verified || all->size() <= kMostVerified) return all;
-            return absl::FailedPreconditionError(absl::StrCat(
-                request.path, " has ", all->size(), " checkpoints, of which ", kMostVerified,
-                " are verified at once; verify them by step: ", request.path, "/step-STEP"));
-          });
-      const CountsIn here(*progress);
-      for (size_t i = 0; found.ok() && request.verified && i < found->size(); ++i) {
-        if (!look->answered()) Verify(*impl_->environment.file_system, (*found)[i]);
-      }
+    call = std::make_shared<DiskCall>(std::move(done));
+    disk_threads.Run([this, work = std::move(work), call] {
+      FoundOrNot found = OrOutOfMemory([&]() -> FoundOrNot {
+        if (call->answered()) return absl::CancelledError("the caller is gone");
+        return work([&] { return !call->answered(); });
+      });
       // Here, and not where the call is cancelled: until now it has had a thread.
-      --impl_->looks;
-      look->Answer(std::move(found));
+      --looks;
+      call->Answer(std::move(found));
     });
   } catch (...) {
-    --impl_->looks;  // Without memory to begin it has no thread, and takes no other look's place.
+    --looks;  // Without memory to begin it has no thread, and takes no other look's place.
     throw;
   }
-  return Pending([look] { look->Answer(absl::CancelledError("the caller is gone")); });
+  return Pending([call] { call->Answer(absl::CancelledError("the caller is gone")); });
+}
+
+Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done) {
+  const auto progress = request.verified
+                            ? impl_->activities.Begin({.kind = ActivityKind::kVerifyingCheckpoint,
+                                                       .job = request.job,
+                                                       .directory = request.path})
+                            : std::make_shared<Progress>();
+  return impl_->OnDisk(
+      [impl = impl_.get(), request = std::move(request),
+       progress](const std::function<bool()>& wanted) -> Impl::FoundOrNot {
+        BALLAST_ASSIGN_OR_RETURN(std::vector<FoundCheckpoint> found, impl->Look(request));
+        if (!request.verified) return found;
+        if (found.size() > kMostVerified) {
+          return absl::FailedPreconditionError(absl::StrCat(
+              request.path, " has ", found.size(), " checkpoints, of which ", kMostVerified,
+              " are verified at once; verify them by step: ", request.path, "/step-STEP"));
+        }
+        const CountsIn here(*progress);
+        return impl->Verify(std::move(found), wanted);
+      },
+      std::move(done));
+}
+
+Pending Engine::DeleteCheckpoints(DeleteRequest request, Done<std::vector<FoundCheckpoint>> done) {
+  return impl_->OnDisk([impl = impl_.get(), request = std::move(request)](
+                           const std::function<bool()>&) { return impl->Delete(request); },
+                       std::move(done));
 }
 
 absl::StatusOr<MemoryBudget::Reservation> Engine::Reserve(int64_t bytes, absl::string_view what) {

@@ -118,6 +118,13 @@ class Engine {
   };
   static constexpr size_t kMostVerified = 4096;
   Pending LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done);
+  // As DeleteCheckpoints; with FAILED_PRECONDITION also where a save of this step is under way in the
+  // folder. Otherwise as LookForCheckpoints; what has begun goes on when it is cancelled.
+  struct DeleteRequest {
+    std::string path;
+    std::string uid;
+  };
+  Pending DeleteCheckpoints(DeleteRequest request, Done<std::vector<FoundCheckpoint>> done);
 
   // Another process is about to take this one's place and go on with its jobs, in named memory: ends
   // all streams with UNAVAILABLE (RESTARTING), and so FindJob from now on, and does nothing else.

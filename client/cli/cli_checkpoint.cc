@@ -1,4 +1,4 @@
-// save, load, import, checkpoints, verify.
+// save, load, import, checkpoints, verify, delete-checkpoint.
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/match.h"
@@ -189,7 +189,12 @@ std::string ToText(const v1::ListCheckpointsResponse& response, bool verified, b
       all.push_back(CheckpointToJson(checkpoint));
     return Dump({{"checkpoints", all}});
   }
-  return response.checkpoints().empty() ? "no checkpoints\n" : ToTable(response, verified);
+  if (response.checkpoints().empty()) return "no checkpoints\n";
+  int64_t bytes = 0;
+  for (const v1::Checkpoint& checkpoint : response.checkpoints()) bytes += checkpoint.size_bytes();
+  return absl::StrCat(ToTable(response, verified),
+                      Counted(response.checkpoints_size(), "checkpoint"), ", ", FormatBytes(bytes),
+                      "\n");
 }
 
 absl::StatusOr<Action> PrepareCheckpoints(const Arguments& arguments) {
@@ -224,20 +229,48 @@ absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
   };
 }
 
+absl::StatusOr<Action> PrepareDelete(const Arguments& arguments) {
+  const std::string& checkpoint = arguments.positional(0);
+  BALLAST_RETURN_IF_ERROR(CheckDirectory(checkpoint));
+  if (!absl::StrContains(checkpoint, "/")) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "'", checkpoint, "' is all checkpoints of a job; name one: ", checkpoint, "/step-STEP or ",
+        checkpoint, "/step-STEP.GENERATION; `ballast checkpoints ", checkpoint, "` lists them"));
+  }
+  v1::DeleteCheckpointRequest request;
+  request.set_directory(checkpoint);
+  request.set_uid(arguments.Get("uid", ""));
+  return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
+    // Call, and not Read: asked again, it would say that there is none.
+    BALLAST_ASSIGN_OR_RETURN(
+        const v1::DeleteCheckpointResponse response,
+        service.Call(service.state(), &v1::StateService::Stub::DeleteCheckpoint, request));
+    json all = json::array();
+    std::string text;
+    for (const v1::Checkpoint& deleted : response.checkpoints()) {
+      all.push_back(CheckpointToJson(deleted));
+      absl::StrAppend(&text, "deleted ", deleted.name(), ", ", FormatBytes(deleted.size_bytes()),
+                      "\n");
+    }
+    return as_json ? Dump({{"checkpoints", all}}) : text;
+  };
+}
+
 }  // namespace
 
 Command SaveCommand() {
-  return {.spec = {.name = "save",
-                   .positionals = {"JOB", "[DIR]"},
-                   .summary = "saves all state as safetensors, while training goes on",
-                   .details = absl::StrCat(
-                       kDirectory, kDefault,
-                       "A new checkpoint DIR/step-STEP.GENERATION appears whole or not at all. "
-                       "Nothing is replaced; of those that were asked for of this job, the newest "
-                       "--checkpoint-keep of the service stay."),
-                   .flags = {{"background", "", "return once the save has begun"}}},
-          .timeout_seconds = kTimeoutSeconds,
-          .prepare = PrepareSave};
+  return {
+      .spec = {.name = "save",
+               .positionals = {"JOB", "[DIR]"},
+               .summary = "saves all state as safetensors, while training goes on",
+               .details = absl::StrCat(
+                   kDirectory, kDefault,
+                   "A new checkpoint DIR/step-STEP.GENERATION appears whole or not at all. "
+                   "Nothing is replaced. It stays until `ballast delete-checkpoint`, unless the "
+                   "service has --checkpoint-keep-asked."),
+               .flags = {{"background", "", "return once the save has begun"}}},
+      .timeout_seconds = kTimeoutSeconds,
+      .prepare = PrepareSave};
 }
 
 Command LoadCommand() {
@@ -295,6 +328,20 @@ Command VerifyCommand() {
                .flags = {}},
       .timeout_seconds = kTimeoutSeconds,
       .prepare = PrepareVerify};
+}
+
+Command DeleteCheckpointCommand() {
+  return {.spec = {.name = "delete-checkpoint",
+                   .positionals = {"CHECKPOINT"},
+                   .summary = "deletes what a save has made",
+                   .details =
+                       "CHECKPOINT is JOB/step-STEP.GENERATION, or JOB/step-STEP for those of the "
+                       "step that were asked for (`ballast checkpoints` lists them); or, where the "
+                       "service takes paths from you, an absolute path. One that is saved, loaded "
+                       "or verified is not deleted.",
+                   .flags = {{"uid", "UID", "only if it is of the job with this uid"}}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareDelete};
 }
 
 }  // namespace ballast::client::cli

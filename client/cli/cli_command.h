@@ -60,6 +60,7 @@ Command ImportCommand();
 Command ExportCommand();
 Command CheckpointsCommand();
 Command VerifyCommand();
+Command DeleteCheckpointCommand();
 Command PlanCommand();
 Command DoctorCommand();
 Command CompletionCommand();

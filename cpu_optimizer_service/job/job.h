@@ -198,7 +198,7 @@ class Job : public std::enable_shared_from_this<Job> {
   // Writes a new checkpoint (checkpoint.h) of the committed step into a folder of them
   // (checkpoint_folder.h), on threads of the engine's, while steps and everything else go on: chunks
   // that are updated meanwhile go to second versions. Nothing is replaced; once it is complete, those
-  // of this job that are too many are deleted, of saves that were asked for and of others apart.
+  // of this job that are too many are deleted (CheckpointPolicy).
   // If the budget has no room for those, the next decision waits for the save. Waits for an update
   // that is running. Cancelled while it waits, or before its first byte, it frees what it has;
   // later it goes on to its end.

@@ -77,6 +77,7 @@ struct JobEnvironment {
   ArenaFactory* arenas = nullptr;
   FileSystem* file_system = nullptr;
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.
+  CheckpointUses* checkpoint_uses = nullptr;
   const std::atomic<bool>* draining = nullptr;
   std::function<void(const std::string&)> warn;  // In one line. Nullable.
   std::function<void(const JobEvent&)> tell;     // Nullable, too.
@@ -463,7 +464,7 @@ class JobImpl : public Job {
   StepRecord LastRecord(const CheckpointIndex& index) const;
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
   // Of a load that began then.
-  void ReplaceState(const OpenedCheckpoint& opened, std::chrono::steady_clock::time_point began,
+  void ReplaceState(OpenedCheckpoint& opened, std::chrono::steady_clock::time_point began,
                     Done<CheckpointInfo> done);
   bool WasUndone(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckMayUndo(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -497,6 +498,8 @@ class JobImpl : public Job {
   void BeginSaving(const std::shared_ptr<Saving>& saving);
   void SaveParts(const std::shared_ptr<Saving>& saving);
   void EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status);
+  // Lines of what was deleted because `saved`, in its folder, is newer.
+  std::vector<std::string> DeleteOlderThan(const CheckpointFacts& saved, const std::string& folder);
   void TellOfSave(const Saving& saving, const absl::StatusOr<CheckpointInfo>& result)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives up one that has not begun to write.

@@ -149,8 +149,11 @@ Pending JobImpl::Load(LoadRequest request, Done<CheckpointInfo> done) {
     absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
     // To verify a large checkpoint takes long. Up to here nothing of the job has changed.
     if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
-    if (!status.ok()) return std::move(*shared_done)(std::move(status));
-    auto checkpoint = std::make_shared<const OpenedCheckpoint>(*std::move(opened));
+    if (!status.ok()) {
+      opened = status;  // Whoever is told may delete it.
+      return std::move(*shared_done)(std::move(status));
+    }
+    auto checkpoint = std::make_shared<OpenedCheckpoint>(*std::move(opened));
     const auto start = [this, self, shared_done, checkpoint,
                         began]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       // The step is cleared. Before anything is written, those who read in place have to end.
@@ -208,8 +211,9 @@ absl::StatusOr<OpenedCheckpoint> JobImpl::OpenToLoad(const LoadRequest& request)
     return OpenedCheckpoint{
         .checkpoint = std::move(weights), .directory = request.path, .passed_over = {}};
   }
-  BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened,
-                           OpenNewest(file_system, request.path, MostIndexBytes(spec())));
+  BALLAST_ASSIGN_OR_RETURN(
+      OpenedCheckpoint opened,
+      OpenNewest(file_system, request.path, MostIndexBytes(spec()), environment_.checkpoint_uses));
   for (const std::string& damage : opened.passed_over) {
     if (!environment_.warn) break;
     environment_.warn(absl::StrCat("job ", spec().name, " is loaded from ", opened.directory,
@@ -218,7 +222,7 @@ absl::StatusOr<OpenedCheckpoint> JobImpl::OpenToLoad(const LoadRequest& request)
   return opened;
 }
 
-void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Clock::time_point began,
+void JobImpl::ReplaceState(OpenedCheckpoint& opened, Clock::time_point began,
                            Done<CheckpointInfo> done) {
   const Checkpoint& checkpoint = opened.checkpoint;
   absl::Status status;
@@ -234,6 +238,9 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Clock::time_point beg
   }
   progress = nullptr;  // Before its caller is told.
   Section section(*this);
+  // Until the record says that it is loaded, and not any more when its caller is told, at the section's
+  // end.
+  const CheckpointUses::Use use = std::move(opened.use);
   if (broken()) return Reply<CheckpointInfo>(std::move(done), broken_);
   // The record still says that the checkpoint is being loaded. Where the process dies before the
   // flip below, the next one loads it again.

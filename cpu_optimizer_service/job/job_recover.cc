@@ -225,8 +225,10 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
   // is loading.
   if (loading.has_value()) {
     const LoadRequest request = {.path = loading->path, .weights_only = loading->weights_only};
+    // From now on, before anybody can have it deleted.
+    const auto use = environment_.checkpoint_uses->Read(request.path);
     environment_.disk_threads->Run(
-        [self = Self(), request] { self->Guarded([&] { self->LoadAgain(request); }); });
+        [self = Self(), request, use] { self->Guarded([&] { self->LoadAgain(request); }); });
   }
   return absl::OkStatus();
 }

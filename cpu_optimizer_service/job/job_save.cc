@@ -13,6 +13,7 @@
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/job/job_impl.h"
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
 namespace {
@@ -210,10 +211,9 @@ void JobImpl::EnterSaving(const std::shared_ptr<Saving>& saving) {
   CheckpointIndex index = MakeIndex(record_);
   index.saved_unix_ms = UnixMilliseconds();
   index.asked_for = request.asked_for;
-  CheckpointWriter::Target target = {.folder = request.folder};
-  if (environment_.checkpoints != nullptr) target.keep = environment_.checkpoints->policy().keep;
-  saving->writer = std::make_unique<CheckpointWriter>(*environment_.file_system, std::move(target),
-                                                      std::move(index));
+  saving->writer = std::make_unique<CheckpointWriter>(
+      *environment_.file_system, CheckpointWriter::Target{.folder = request.folder},
+      std::move(index));
   saves_.push_back(saving);
   if (!request.background) return;
   Reply<CheckpointInfo>(std::move(saving->done), saving->info);
@@ -363,6 +363,11 @@ void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Statu
   } else {
     result = facts.status();
   }
+  // Last of all: at any instant there is a complete checkpoint, and the hint names one that stays.
+  std::vector<std::string> deleted;
+  if (facts.ok()) {
+    (void)RunsInMemory([&] { deleted = DeleteOlderThan(*facts, saving->writer->folder()); });
+  }
   {
     Section section(*this);
     if (facts.ok()) {
@@ -372,9 +377,34 @@ void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Statu
       ++save_counts_.failed;
     }
     TellOfSave(*saving, result);
+    for (const std::string& line : deleted) Tell(line);
     ForgetSaving(saving);
   }
   std::move(saving->done)(std::move(result));
+}
+
+std::vector<std::string> JobImpl::DeleteOlderThan(const CheckpointFacts& saved,
+                                                  const std::string& folder) {
+  FileSystem& files = *environment_.file_system;
+  CheckpointDirectory* const known = environment_.checkpoints;
+  const CheckpointPolicy policy = known != nullptr ? known->policy() : CheckpointPolicy();
+  const std::optional<int> keep = saved.asked_for ? policy.keep_asked : policy.keep;
+  std::vector<CheckpointFacts> deleted;
+  if (keep.has_value()) {
+    deleted =
+        DeleteOlder(files, *environment_.checkpoint_uses, folder, uid(), saved.asked_for, *keep);
+  }
+  // Also what people have deleted since the last save.
+  if (known != nullptr) known->ForgetMissing(files, folder);
+  std::vector<std::string> lines;
+  for (const CheckpointFacts& each : deleted) {
+    lines.push_back(absl::StrCat("deleted step ", each.step, " in ", each.directory, ", which ",
+                                 each.asked_for
+                                     ? "a call had asked for: --checkpoint-keep-asked="
+                                     : "the service had saved by itself: --checkpoint-keep=",
+                                 *keep, " newer ones stay"));
+  }
+  return lines;
 }
 
 void JobImpl::TellOfSave(const Saving& saving, const absl::StatusOr<CheckpointInfo>& result) {

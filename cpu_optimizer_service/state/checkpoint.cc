@@ -142,7 +142,7 @@ absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t
 }
 
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
-                                            int64_t most_bytes) {
+                                            int64_t most_bytes, CheckpointUses* uses) {
   // Each time the folder is listed anew, because a save deletes older checkpoints once a newer one
   // is complete.
   for (int attempt = 0; attempt < kMostReads; ++attempt) {
@@ -160,11 +160,18 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
     for (const FoundCheckpoint& found : all) {
       if (!found.problem.ok()) continue;
       const std::string& directory = found.facts.directory;
+      // Before it is opened: what is open is then there until the use ends.
+      CheckpointUses::Use use = uses != nullptr ? uses->Read(directory) : nullptr;
+      if (uses != nullptr && use == nullptr) {
+        gone = true;
+        continue;
+      }
       absl::StatusOr<Checkpoint> opened = Checkpoint::Open(file_system, directory, most_bytes);
       if (opened.ok()) {
         return OpenedCheckpoint{.checkpoint = *std::move(opened),
                                 .directory = directory,
-                                .passed_over = std::move(passed_over)};
+                                .passed_over = std::move(passed_over),
+                                .use = std::move(use)};
       }
       if (!file_system.Exists(IndexPath(directory))) {
         gone = true;  // Deleted meanwhile, because there is a newer one.
@@ -180,7 +187,7 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
     }
   }
   return absl::UnavailableError(
-      absl::StrCat(path, ": saves deleted each checkpoint while it was read, ", kMostReads,
+      absl::StrCat(path, ": each checkpoint was deleted while it was read, ", kMostReads,
                    " times; load it again when no save is under way"));
 }
 

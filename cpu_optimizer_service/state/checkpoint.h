@@ -18,6 +18,7 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/state/checkpoint_index.h"
+#include "cpu_optimizer_service/state/checkpoint_uses.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 #include "cpu_optimizer_service/state/safetensors.h"
 
@@ -59,13 +60,15 @@ struct OpenedCheckpoint {
   Checkpoint checkpoint;
   std::string directory;
   std::vector<std::string> passed_over;  // Newer ones that are damaged, and how: a line each.
+  CheckpointUses::Use use = nullptr;     // While it lives, nobody in this process deletes it.
 };
 // Opens `path`, or, if it is a folder of checkpoints (checkpoint_folder.h), the newest that is not
 // damaged. What cannot be read, is no regular file, or was renamed counts as damaged. One of a newer
 // format, or without memory to read it, is an error, because to go on from an older one is then
-// somebody's choice. UNAVAILABLE: saves deleted each while it was read.
+// somebody's choice. UNAVAILABLE: each was deleted while it was read. `uses`: of this process, where it
+// deletes checkpoints.
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
-                                            int64_t most_bytes);
+                                            int64_t most_bytes, CheckpointUses* uses = nullptr);
 
 }  // namespace ballast
 

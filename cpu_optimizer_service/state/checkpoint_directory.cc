@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -69,25 +70,14 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
     const auto found = ListCheckpoints(file_system, folder);
     if (!found.ok()) continue;
     for (const FoundCheckpoint& each : *found) {
-      // The list has the newest of each job first, so Know keeps that one and passes over the
-      // others.
-      if (each.problem.ok()) directory->Know(folder, name, each.facts);
+      if (!each.problem.ok()) continue;
+      // The folder's name, whatever the index says: it is what --resume takes, and a folder may have
+      // been copied.
+      directory->known_[folder].push_back(each.facts);
+      directory->known_[folder].back().job = name;
     }
   }
   return directory;
-}
-
-void CheckpointDirectory::Know(const std::string& folder, const std::string& job,
-                               CheckpointFacts facts) {
-  std::vector<CheckpointFacts>& known = known_[folder];
-  if (std::any_of(known.begin(), known.end(),
-                  [&](const CheckpointFacts& other) { return other.uid == facts.uid; })) {
-    return;
-  }
-  // The folder's name, whatever the index says: it is what --resume takes, and a folder may have
-  // been copied.
-  facts.job = job;
-  known.push_back(std::move(facts));
 }
 
 std::string CheckpointDirectory::PathOf(const std::string& job) const {
@@ -105,6 +95,18 @@ std::vector<CheckpointFacts> CheckpointDirectory::All() const {
   MutexLock lock(mutex_);
   for (const auto& [folder, known] : known_) all.push_back(known.front());
   return all;
+}
+
+CheckpointDirectory::Total CheckpointDirectory::TotalOf(const std::string& job) const {
+  Total total;
+  MutexLock lock(mutex_);
+  const auto found = known_.find(PathOf(job));
+  if (found == known_.end()) return total;
+  for (const CheckpointFacts& facts : found->second) {
+    ++total.checkpoints;
+    total.bytes += facts.size_bytes;
+  }
+  return total;
 }
 
 std::optional<CheckpointFacts> CheckpointDirectory::Find(const std::string& job) const {
@@ -138,8 +140,28 @@ void CheckpointDirectory::Saved(const std::string& folder, const CheckpointFacts
   std::vector<CheckpointFacts>& known = known_[folder];
   // A save that has just ended is the newest of its job, even at a lower step, and its job is the
   // one that saved last.
-  std::erase_if(known, [&](const CheckpointFacts& other) { return other.uid == facts.uid; });
   known.insert(known.begin(), facts);
+  std::stable_partition(known.begin(), known.end(),
+                        [&](const CheckpointFacts& other) { return other.uid == facts.uid; });
+}
+
+void CheckpointDirectory::ForgetMissing(FileSystem& file_system, const std::string& folder) {
+  std::set<std::string> missing;
+  {
+    MutexLock lock(mutex_);
+    const auto found = known_.find(folder);
+    if (found == known_.end()) return;
+    for (const CheckpointFacts& facts : found->second) missing.insert(facts.directory);
+  }
+  std::erase_if(missing, [&](const std::string& directory) {
+    return file_system.Exists(IndexPath(directory));
+  });
+  MutexLock lock(mutex_);
+  const auto found = known_.find(folder);
+  if (found == known_.end()) return;
+  std::erase_if(found->second,
+                [&](const CheckpointFacts& facts) { return missing.count(facts.directory) > 0; });
+  if (found->second.empty()) known_.erase(found);
 }
 
 std::string ToString(const CheckpointFacts& facts) {

@@ -19,10 +19,15 @@
 
 namespace ballast {
 
+inline constexpr int kDefaultKeptCheckpoints = 3;
+
 struct CheckpointPolicy {
   uint64_t every_steps = 0;  // 0: not by steps.
   double every_seconds = 0;  // 0: not by time.
+  // How many of a job stay, as DeleteOlder has it: of those that the service saves by itself, and of
+  // those that calls ask for.
   int keep = kDefaultKeptCheckpoints;
+  std::optional<int> keep_asked = std::nullopt;  // None: all, until they are deleted by a call.
 
   bool saves() const { return every_steps > 0 || every_seconds > 0; }
   // Whether a save is due after `step`, if `last_step` was saved, or was the first, so long ago.
@@ -33,7 +38,7 @@ struct CheckpointPolicy {
   }
 };
 
-// Thread-safe. Only Open reads the disk, so that a disk that hangs holds up nobody who asks.
+// Thread-safe. Only Open and ForgetMissing read the disk, so that a disk that hangs holds up nobody who asks.
 class CheckpointDirectory {
  public:
   // Makes the directory if need be, and tries there all that a save does, so that it is known now
@@ -52,6 +57,12 @@ class CheckpointDirectory {
 
   // Of each folder the newest that was there at the start, or has been saved since.
   std::vector<CheckpointFacts> All() const;
+  // All that are known in the folder of a job, whichever job of that name they are of.
+  struct Total {
+    int64_t checkpoints = 0;
+    int64_t bytes = 0;
+  };
+  Total TotalOf(const std::string& job) const;
   std::optional<CheckpointFacts> Find(const std::string& job) const;
   // Of the job with that uid, as All.
   std::optional<CheckpointFacts> NewestOf(const std::string& uid) const;
@@ -59,19 +70,17 @@ class CheckpointDirectory {
   std::string LastOf(const std::string& uid) const;
   // A save has ended; nothing, if it was to another place.
   void Saved(const std::string& folder, const CheckpointFacts& facts);
+  // What is not there any more is not known any more. Reads the disk, without the lock.
+  void ForgetMissing(FileSystem& file_system, const std::string& folder);
 
  private:
   CheckpointDirectory(std::string path, const CheckpointPolicy& policy)
       : path_(std::move(path)), policy_(policy) {}
 
-  // Unless a newer one of the same job is known.
-  void Know(const std::string& folder, const std::string& job, CheckpointFacts facts)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-
   const std::string path_;
   const CheckpointPolicy policy_;
   mutable Mutex mutex_;
-  // By folder's path: of each job (by uid) its newest, first that of the job that saved last; at
+  // By folder's path: the newest first, those of the job (by uid) that saved last before all others; at
   // least one.
   std::map<std::string, std::vector<CheckpointFacts>> known_ ABSL_GUARDED_BY(mutex_);
 };

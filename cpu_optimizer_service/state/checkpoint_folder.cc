@@ -75,9 +75,11 @@ void Sort(std::vector<FoundCheckpoint>& all) {
 }
 
 // Killed anywhere in it, the checkpoint is whole, or known to be none.
-void Delete(FileSystem& file_system, const std::string& directory) {
+absl::Status Delete(FileSystem& file_system, const std::string& directory) {
   const std::string partial = PartialPath(directory);
-  if (file_system.Rename(directory, partial).ok()) file_system.RemoveAll(partial).IgnoreError();
+  BALLAST_RETURN_IF_ERROR(file_system.Rename(directory, partial));
+  file_system.RemoveAll(partial).IgnoreError();  // What is left goes with the next save.
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -175,10 +177,12 @@ int64_t LastSaved(FileSystem& file_system, const std::string& folder) {
   return std::min(last, std::numeric_limits<int64_t>::max() - 1);
 }
 
-void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::string& uid,
-                 bool asked_for, int keep) {
+std::vector<CheckpointFacts> DeleteOlder(FileSystem& file_system, CheckpointUses& uses,
+                                         const std::string& folder, const std::string& uid,
+                                         bool asked_for, int keep) {
+  std::vector<CheckpointFacts> deleted;
   const absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
-  if (!all.ok()) return;
+  if (!all.ok()) return deleted;
   // The list has the newest first, so the first `keep` of them stay. A damaged one is never
   // deleted: nobody knows whose it is.
   std::set<std::pair<uint64_t, uint64_t>> kept;
@@ -190,12 +194,77 @@ void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::
       continue;
     }
     const bool room = static_cast<int>(kept.size()) < keep;
-    if (!room || !kept.emplace(facts.generation, facts.step).second) {
-      // A load that has its files open reads on (Checkpoint::Open); one that has not takes a newer
-      // checkpoint (OpenNewest).
-      Delete(file_system, facts.directory);
-    }
+    if (room && kept.emplace(facts.generation, facts.step).second) continue;
+    // One that is read goes with the next save. Readers in another process that have its files open
+    // read on (Checkpoint::Open); others take a newer checkpoint (OpenNewest).
+    const CheckpointUses::Use use = uses.Delete(facts.directory);
+    if (use != nullptr && Delete(file_system, facts.directory).ok()) deleted.push_back(facts);
   }
+  return deleted;
+}
+
+namespace {
+
+// Those of FOLDER/step-STEP that DeleteCheckpoints takes.
+absl::StatusOr<std::vector<FoundCheckpoint>> AskedForAt(FileSystem& file_system,
+                                                        const std::string& path,
+                                                        const std::string& uid) {
+  BALLAST_ASSIGN_OR_RETURN(std::vector<FoundCheckpoint> found, FindCheckpoints(file_system, path));
+  std::vector<std::string> others;
+  std::set<std::string> uids;
+  std::erase_if(found, [&](const FoundCheckpoint& each) {
+    const CheckpointFacts& facts = each.facts;
+    if (each.problem.ok() && facts.asked_for && (uid.empty() || facts.uid == uid)) {
+      uids.insert(facts.uid);
+      return false;
+    }
+    others.push_back(std::filesystem::path(facts.directory).filename().string());
+    return true;
+  });
+  if (uids.size() > 1) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        path, " has checkpoints of ", uids.size(), " jobs of this name; name the one to delete, ",
+        path, ".GENERATION, or the job's uid"));
+  }
+  if (!found.empty()) return found;
+  return absl::NotFoundError(absl::StrCat(
+      "there is no checkpoint ", path, " that was asked for", uid.empty() ? "" : " of job ", uid,
+      "; name one whole to delete it (there are: ", absl::StrJoin(others, ", "), ")"));
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<FoundCheckpoint>> DeleteCheckpoints(FileSystem& file_system,
+                                                               CheckpointUses& uses,
+                                                               const std::string& path,
+                                                               const std::string& uid) {
+  const std::string name = std::filesystem::path(path).filename().string();
+  const bool is_one = IsVersionName(name);
+  // A folder of all checkpoints of a job may be called step-1000, as the job is.
+  if (!is_one && (!StepNamed(name).has_value() || file_system.Exists(path))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, " is not one checkpoint; name it, ", path, "/step-STEP.GENERATION, or ",
+                     path, "/step-STEP for those of a step that were asked for"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(
+      std::vector<FoundCheckpoint> found,
+      is_one ? FindCheckpoints(file_system, path) : AskedForAt(file_system, path, uid));
+  if (!uid.empty() && found[0].facts.uid != uid) {
+    return absl::NotFoundError(absl::StrCat("there is no checkpoint ", path, " of job ", uid));
+  }
+  std::vector<CheckpointUses::Use> held;
+  for (const FoundCheckpoint& each : found) {
+    held.push_back(uses.Delete(each.facts.directory));
+    if (held.back() != nullptr) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(each.facts.directory,
+                     " is in use: it is loaded, verified or deleted; delete it when that has ended "
+                     "(ballast jobs shows it)"));
+  }
+  for (const FoundCheckpoint& each : found) {
+    BALLAST_RETURN_IF_ERROR(Delete(file_system, each.facts.directory));
+  }
+  return found;
 }
 
 void RemoveLeftovers(FileSystem& file_system, const std::string& folder, absl::string_view of) {

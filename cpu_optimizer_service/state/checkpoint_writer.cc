@@ -149,8 +149,6 @@ absl::StatusOr<CheckpointFacts> CheckpointWriter::Finish(absl::Status status) {
   file_system_.RemoveAll(LockPath(facts.directory)).IgnoreError();
   lock_ = nullptr;
   WriteHint(facts.directory);
-  // Last of all: at any instant there is a complete checkpoint, and the hint names one that stays.
-  DeleteOlder(file_system_, target_.folder, index_.uid, index_.asked_for, target_.keep);
   return facts;
 }
 

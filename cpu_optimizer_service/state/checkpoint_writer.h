@@ -1,7 +1,7 @@
 // Writes a checkpoint (checkpoint.h) whole or not at all into a folder of them
 // (checkpoint_folder.h), its files by several threads at once.
 //
-//   CheckpointWriter writer(file_system, {.folder = "/saved/gpt", .keep = 3}, index);
+//   CheckpointWriter writer(file_system, {.folder = "/saved/gpt"}, index);
 //   absl::Status status = writer.Begin();
 //   ... on any threads, for each part, if it has begun:
 //   status = writer.WritePart(part, read);
@@ -34,13 +34,10 @@ namespace ballast {
 using PlaneReader =
     absl::FunctionRef<void(int parameter, Plane plane, int64_t offset, absl::Span<float> out)>;
 
-inline constexpr int kDefaultKeptCheckpoints = 3;
-
 class CheckpointWriter {
  public:
   struct Target {
-    std::string folder;                  // Its parent must be there.
-    int keep = kDefaultKeptCheckpoints;  // Of the job's, as DeleteOlder has it.
+    std::string folder;  // Its parent must be there.
     int64_t part_bytes = kPartBytes;
   };
 

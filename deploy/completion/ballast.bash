@@ -14,8 +14,8 @@ _ballast() {
   local before=${words[at - 1]}
   # Of --flag=VALUE it makes three words.
   if [[ $word == = ]]; then word=''; elif [[ $before == = ]]; then before=${words[at - 2]}; fi
-  local commands="jobs job history groups state trace set-group save load import export checkpoints verify abort-step undo close plan doctor completion"
-  local files=" --out --tls-ca --tls-cert --tls-key --token-file " values=" --beta1 --beta2 --bias-correction --decoupled-weight-decay --dtype --eps --file-gb --lr --maximize --memory --plane --service --steps --timeout --wait --weight-decay --world-size "
+  local commands="jobs job history groups state trace set-group save load import export checkpoints verify delete-checkpoint abort-step undo close plan doctor completion"
+  local files=" --out --tls-ca --tls-cert --tls-key --token-file " values=" --beta1 --beta2 --bias-correction --decoupled-weight-decay --dtype --eps --file-gb --lr --maximize --memory --plane --service --steps --timeout --uid --wait --weight-decay --world-size "
   local flags='' places=() place=0 flag ask=("${words[0]}" jobs --json --timeout=2)
   if ((at == 1)); then
     mapfile -t COMPREPLY < <(compgen -W "$commands help --help --version" -- "$word")
@@ -35,6 +35,7 @@ _ballast() {
     export) flags="--dtype --file-gb --json --help" places=(CHECKPOINT DIR) ;;
     checkpoints) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(DIR) ;;
     verify) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(DIR) ;;
+    delete-checkpoint) flags="--uid --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(CHECKPOINT) ;;
     abort-step) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     undo) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     close) flags="--force --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;

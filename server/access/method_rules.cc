@@ -29,6 +29,7 @@ constexpr Rule kRules[] = {
     {"StateService.SaveJob", Role::kTrainer},         // Replaces nothing.
     {"StateService.LoadJob", Role::kOperator},
     {"StateService.VerifyCheckpoints", Role::kOperator},
+    {"StateService.DeleteCheckpoint", Role::kOperator},
     {"DiagnosticsService.DescribeService", Role::kOperator},  // Of all jobs.
 };
 

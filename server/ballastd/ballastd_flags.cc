@@ -75,10 +75,14 @@ ABSL_FLAG(std::string, checkpoint_dir, "",
 ABSL_FLAG(std::string, checkpoint_every, "",
           "Save every job by itself, while steps go on: 1000steps, 90s, 10min or 2h, or two with a "
           "comma between them. Needs --checkpoint-dir. Empty: only when it stops and on request.");
-ABSL_FLAG(int, checkpoint_keep, ballast::kDefaultKeptCheckpoints,
-          "How many checkpoints of a job stay: of those that the service makes by itself and of "
-          "those that were asked for, the newest so many of each. Those of other jobs of the "
-          "same name are never deleted.");
+ABSL_FLAG(
+    int, checkpoint_keep, ballast::kDefaultKeptCheckpoints,
+    "How many checkpoints of a job stay of those that the service makes by itself: the newest. "
+    "Those of other jobs of the same name are never deleted.");
+ABSL_FLAG(int, checkpoint_keep_asked, 0,
+          "The same of those that were asked for (`ballast save`, the state_dict() of a trainer). "
+          "0: all, until `ballast delete-checkpoint`. A limit may delete what a trainer's own "
+          "checkpoint needs.");
 ABSL_FLAG(
     std::string, forget_after, "",
     "Save and close a job that no rank has had for so long: 90s, 10min or 2h. It goes on from "
@@ -171,8 +175,14 @@ absl::StatusOr<double> ParseForgetAfter(const std::string& text, const std::stri
 }
 
 absl::StatusOr<CheckpointPolicy> ParseCheckpointPolicy(const std::string& directory,
-                                                       const std::string& every, int keep) {
+                                                       const std::string& every, int keep,
+                                                       int keep_asked) {
   CheckpointPolicy policy = {.keep = keep};
+  if (keep_asked > 0) policy.keep_asked = keep_asked;
+  if (keep_asked < 0 || keep_asked > 1000) {
+    return absl::InvalidArgumentError(absl::StrCat("flag --checkpoint-keep-asked: ", keep_asked,
+                                                   " is not between 0, for all, and 1000"));
+  }
   if (keep < 1 || keep > 1000) {
     return absl::InvalidArgumentError(
         absl::StrCat("flag --checkpoint-keep: ", keep, " is not between 1 and 1000"));
@@ -240,7 +250,8 @@ absl::StatusOr<BallastdFlags> TakeFlags() {
   BALLAST_ASSIGN_OR_RETURN(
       flags.checkpoint_policy,
       ParseCheckpointPolicy(flags.checkpoint_directory, absl::GetFlag(FLAGS_checkpoint_every),
-                            absl::GetFlag(FLAGS_checkpoint_keep)));
+                            absl::GetFlag(FLAGS_checkpoint_keep),
+                            absl::GetFlag(FLAGS_checkpoint_keep_asked)));
   BALLAST_ASSIGN_OR_RETURN(
       flags.forget_after_seconds,
       ParseForgetAfter(absl::GetFlag(FLAGS_forget_after), flags.checkpoint_directory));

@@ -45,7 +45,7 @@ const std::vector<Group>& Groups() {
        {"memory_limit", "threads", "shared_memory", "state_dir", "holder", "most_deaths"}},
       {"Training and checkpoints",
        {"seal_deadline_seconds", "checkpoint_dir", "checkpoint_every", "checkpoint_keep",
-        "forget_after", "drain_seconds"}},
+        "checkpoint_keep_asked", "forget_after", "drain_seconds"}},
       {"The process itself",
        {"config", "check_config", "user", "upgrade", "check_state", "log_level", "log_format",
         "startup_benchmark", "self_benchmark"}},

@@ -296,4 +296,31 @@ void StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& r
       });
 }
 
+grpc::ServerUnaryReactor* StateService::DeleteCheckpoint(grpc::CallbackServerContext* context,
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::DeleteCheckpointRequest>(
+      access_.Admit(*context, "StateService.DeleteCheckpoint"), pools_.control,
+      {context, request, response},
+      [this](UnaryCall& call, const v1::DeleteCheckpointRequest& asked) { Delete(call, asked); });
+}
+
+void StateService::Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request) {
+  absl::StatusOr<std::string> path = PathOf(call.caller(), request.directory());
+  if (!path.ok()) return call.End(path.status());
+  call.Await<std::vector<FoundCheckpoint>>(
+      [&](Done<std::vector<FoundCheckpoint>> done) {
+        return engine_.DeleteCheckpoints({.path = *std::move(path), .uid = request.uid()},
+                                         std::move(done));
+      },
+      [this](const std::vector<FoundCheckpoint>& deleted)
+          -> absl::StatusOr<v1::DeleteCheckpointResponse> {
+        v1::DeleteCheckpointResponse response;
+        for (const FoundCheckpoint& each : deleted) {
+          *response.add_checkpoints() = ToProto(each, engine_.checkpoints());
+        }
+        return response;
+      });
+}
+
 }  // namespace ballast::server

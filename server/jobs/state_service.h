@@ -19,7 +19,8 @@ using StateServiceBase = v1::StateService::WithRawCallbackMethod_ReadState<
             v1::StateService::WithRawCallbackMethod_LoadJob<
                 v1::StateService::WithRawCallbackMethod_ListCheckpoints<
                     v1::StateService::WithRawCallbackMethod_VerifyCheckpoints<
-                        v1::StateService::Service>>>>>>;
+                        v1::StateService::WithRawCallbackMethod_DeleteCheckpoint<
+                            v1::StateService::Service>>>>>>>;
 
 // Thread-safe. The engine, the access, the pools and the paths outlive its calls. The methods only start a
 // call; its work is done in a pool.
@@ -45,6 +46,9 @@ class StateService final : public StateServiceBase {
   grpc::ServerUnaryReactor* VerifyCheckpoints(grpc::CallbackServerContext* context,
                                               const grpc::ByteBuffer* request,
                                               grpc::ByteBuffer* response) override;
+  grpc::ServerUnaryReactor* DeleteCheckpoint(grpc::CallbackServerContext* context,
+                                             const grpc::ByteBuffer* request,
+                                             grpc::ByteBuffer* response) override;
 
  private:
   void Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request);
@@ -55,6 +59,7 @@ class StateService final : public StateServiceBase {
   absl::StatusOr<std::string> PathOf(const Caller& caller, const std::string& directory) const;
   void List(UnaryCall& call, const v1::ListCheckpointsRequest& request);
   void Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request);
+  void Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request);
 
   Engine& engine_;
   const Access& access_;

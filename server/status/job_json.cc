@@ -146,9 +146,12 @@ json CheckpointJson(const Engine& engine, const Job& job) {
   if (engine.checkpoints() == nullptr) return nullptr;
   const auto found = engine.checkpoints()->Find(job.spec().name);
   if (!found.has_value()) return nullptr;
+  const CheckpointDirectory::Total total = engine.checkpoints()->TotalOf(job.spec().name);
   return {{"directory", found->directory},
           {"step", found->step},
-          {"of_this_job", found->uid == job.uid()}};
+          {"of_this_job", found->uid == job.uid()},
+          {"all", total.checkpoints},
+          {"all_bytes", total.bytes}};
 }
 
 // What the list of jobs and a job's own page have in common.

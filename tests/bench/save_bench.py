@@ -96,7 +96,7 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="save-bench-", dir=arguments.dir) as temporary:
         folder = pathlib.Path(temporary)
-        service = processes.Service(BIN / "ballastd", folder, f"--checkpoint-dir={folder}/saved", "--checkpoint-keep=1",
+        service = processes.Service(BIN / "ballastd", folder, f"--checkpoint-dir={folder}/saved", "--checkpoint-keep-asked=1",
                                     listen=f"unix:{folder}/socket")
         try:
             alone, beside, rates, dd_rates, written = [], [], [], [], []

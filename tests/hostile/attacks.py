@@ -123,7 +123,7 @@ def error_of(call, requests):
 METHODS = [JOBS + name for name in ("CreateJob", "GetJob", "ListJobs", "CloseJob", "AttachWorker", "AbortStep", "GetHistory",
                                     "UndoStep", "UpdateGroup", "TraceJob")] \
     + [STATE + name for name in ("ReadState", "SummarizeState", "SaveJob", "LoadJob",
-                               "ListCheckpoints", "VerifyCheckpoints")] \
+                               "ListCheckpoints", "VerifyCheckpoints", "DeleteCheckpoint")] \
     + [TRAIN + "ReadWeights", DIAGNOSTICS + "DescribeService"]
 STREAMED = {JOBS + "TraceJob", STATE + "ReadState", TRAIN + "ReadWeights"}
 

@@ -107,7 +107,8 @@ class Disk:
         return target.errors(STATE + "ListCheckpoints", message((2, "nobody/step-1.1")))
 
     def family(self):
-        for method, number in (("SaveJob", 2), ("LoadJob", 2), ("ListCheckpoints", 1), ("VerifyCheckpoints", 1)):
+        for method, number in (("SaveJob", 2), ("LoadJob", 2), ("ListCheckpoints", 1), ("VerifyCheckpoints", 1),
+                               ("DeleteCheckpoint", 1)):
             for what, directory in OTHER_PLACES.items():
                 yield f"{method} of {what}", elsewhere(method, number, directory)
         yield "an index that is a FIFO", lambda target: self.load(

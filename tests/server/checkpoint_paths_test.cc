@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "client/connect.h"
+#include "client/session.h"
 #include "proto/convert.h"
 #include "server/server.h"
 #include "tests/server/tiny_job.h"
@@ -123,6 +124,33 @@ TEST_F(CheckpointPathsTest, PathsAreForThoseWhoCouldWriteThereThemselves) {
       Server::Start(engine_, {.listen = {"127.0.0.1:0"}, .allow_paths = true}).value();
   const Said allowed = SaveOver(channel_to(open->addresses()[0]), root_ + "/allowed");
   EXPECT_TRUE(allowed.path.ok()) << allowed.path.error_message();
+}
+
+TEST_F(CheckpointPathsTest, ACheckpointIsDeletedByItsNameAndByThosePathsThatTheServiceTakes) {
+  const auto job = engine_.CreateJob(proto::FromProto(TinyJob("tiny")).value()).value();
+  GiveWeights(*job);
+  ASSERT_TRUE(job->Save(names_->PathOf("tiny")).ok());
+  fs::create_directories(root_ + "/elsewhere");
+  ASSERT_TRUE(job->Save(root_ + "/elsewhere/tiny").ok());
+  const auto server = Server::Start(engine_, {.listen = {"127.0.0.1:0"}}).value();
+  const auto tcp = client::Connect(server->addresses()[0]).value();
+  const auto remove = [](const auto& channel, const std::string& checkpoint,
+                         const std::string& uid = "") {
+    return client::Session::DeleteCheckpoint(channel, checkpoint, uid).code();
+  };
+  using Code = absl::StatusCode;
+  EXPECT_EQ(remove(tcp, "tiny"), Code::kInvalidArgument);
+  EXPECT_EQ(remove(tcp, "tiny/../tiny/step-0.1"), Code::kInvalidArgument);
+  EXPECT_EQ(remove(tcp, root_ + "/named/tiny/step-0.1"), Code::kPermissionDenied);
+  EXPECT_EQ(remove(tcp, "tiny/step-0", "another"), Code::kNotFound);
+  EXPECT_EQ(remove(tcp, "tiny/step-1"), Code::kNotFound);
+  EXPECT_TRUE(fs::exists(root_ + "/named/tiny/step-0.1/index.json"));
+  EXPECT_EQ(remove(tcp, "tiny/step-0", job->uid()), Code::kOk);
+  EXPECT_EQ(remove(tcp, "tiny/step-0", job->uid()), Code::kNotFound);
+  EXPECT_FALSE(fs::exists(root_ + "/named/tiny/step-0.1"));
+  const auto unreachable = Server::Start(engine_, {.listen = {}}).value();
+  EXPECT_EQ(remove(unreachable->InProcessChannel(), root_ + "/elsewhere/tiny/step-0.1"), Code::kOk);
+  EXPECT_FALSE(fs::exists(root_ + "/elsewhere/tiny/step-0.1"));
 }
 
 TEST_F(CheckpointPathsTest, WhoeverCreatesAJobIsToldOfACheckpointOfItsName) {

@@ -10,6 +10,7 @@ import os
 import pathlib
 import pwd
 import re
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -94,6 +95,14 @@ class Page(unittest.TestCase):
         self.assertTrue(all("sealed" in row for row in rows[1:]), rows)
         self.see("weights and moments", "no_decay", "Nothing is known to be saved")
         self.picture("stuck")
+
+    def test_a_job_shows_how_much_is_saved(self):
+        for said in ("in 1 checkpoint of this name", "in 2 checkpoints of this name"):
+            subprocess.run([pathlib.Path(BALLASTD).with_name("ballast"), "save", "steady",
+                            f"--service={self.service.address}"], check=True,
+                           stdout=subprocess.DEVNULL)
+            self.open("/?job=steady")
+            self.see("is saved in", said)
 
     def test_charts_move_while_a_job_trains(self):
         self.open("/?job=steady")

@@ -11,20 +11,22 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from . import _files
-from .errors import BallastError, InvalidArgumentError, NotFoundError, PermissionDeniedError, UnavailableError
+from .errors import (BallastError, FailedPreconditionError, InvalidArgumentError, NotFoundError, PermissionDeniedError,
+                     UnavailableError)
 
 if TYPE_CHECKING:
     import numpy
 
 _WAIT = 10.0  # Seconds, at most, for a service whose process is being started again.
 PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_CHANGE = ("save", "load", "import", "close")  # Commands.
+_CHANGE = ("save", "load", "import", "close", "delete-checkpoint")  # Commands.
 # The tool has no number for a status: what these are known by in its line.
 _SAID = {
     UnavailableError: ("no service answers at ", "the connection to the service at "),
     PermissionDeniedError: (" has no role of ", " takes a role of ", "the service does not know who calls",
                             "the service knows no such token", "tokens are taken over TLS", " has no token: "),
     NotFoundError: ("there is no job ", "there is no checkpoint "),
+    FailedPreconditionError: (" is in use: ",),
 }
 
 
@@ -71,7 +73,8 @@ class Client:
     def save(self, job: str, name: str | None = None, *, background: bool = False) -> dict[str, Any]:
         """Saves the job's committed step in a new checkpoint under the service's --checkpoint-dir, in the folder
         `name` (by default the job's), while training goes on. Its directory, step and bytes. background: returns
-        when the save has begun; `checkpoints` has it once it is complete."""
+        when the save has begun; `checkpoints` has it once it is complete. It stays until `delete_checkpoint`, unless the
+        service has a --checkpoint-keep-asked."""
         return self._json("save", job, *([name] if name else []), *(["--background"] if background else []))
 
     def load(self, job: str, name: str | None = None) -> dict[str, Any]:
@@ -97,6 +100,12 @@ class Client:
     def verify(self, name: str) -> list[dict[str, Any]]:
         """The same after every byte has been read; a problem then says why one cannot be loaded."""
         return self._json("verify", name)["checkpoints"]
+
+    def delete_checkpoint(self, job: str, step: int, *, uid: str = "") -> list[dict[str, Any]]:
+        """Deletes what saves that were asked for have made of this step, in the folder `job`; with a uid those of that
+        job alone. The checkpoints that are gone, as `checkpoints` has them. NotFoundError: there was none.
+        FailedPreconditionError, and nothing is deleted: one is being saved, loaded or verified."""
+        return self._json("delete-checkpoint", f"{job}/step-{step}", f"--uid={uid}")["checkpoints"]
 
     def _json(self, *words: str) -> Any:
         return json.loads(self._run(*words, "--json"))

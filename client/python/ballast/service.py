@@ -50,12 +50,13 @@ class Service:
 
     memory_limit: for all jobs together, "8GiB" say. threads: for updates, 0 for one a usable processor. checkpoint_dir: where
     its jobs are saved when it ends, every `checkpoint_every` ("1000steps", "10min"), and with every `state_dict` of
-    their optimizers; of each job checkpoint_keep stay. UnavailableError with the last line of its log if it does
+    their optimizers. Of each job checkpoint_keep stay of those that the service saves by itself, and all others, or
+    checkpoint_keep_asked, if that is not 0. UnavailableError with the last line of its log if it does
     not start within start_timeout seconds."""
 
     def __init__(self, *, memory_limit: str | None = None, threads: int = 0,
                  checkpoint_dir: str | os.PathLike | None = None, checkpoint_every: str | None = None,
-                 checkpoint_keep: int = 3, start_timeout: float = 30.0):
+                 checkpoint_keep: int = 3, checkpoint_keep_asked: int = 0, start_timeout: float = 30.0):
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
         program = _files.program("ballastd")
@@ -70,6 +71,7 @@ class Service:
             flags.append(f"--memory-limit={memory_limit}")
         if checkpoint_dir is not None:
             flags += [f"--checkpoint-dir={os.path.abspath(checkpoint_dir)}", f"--checkpoint-keep={checkpoint_keep}",
+                      f"--checkpoint-keep-asked={checkpoint_keep_asked}",
                       f"--checkpoint-every={checkpoint_every or ''}"]
         self._saves = checkpoint_dir is not None
         with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:

@@ -97,7 +97,8 @@ function checkpoints(job) {
   const found = job.checkpoint;
   const text = found
     ? element("p", null, `Step ${count(found.step)} is saved in `, element("code", null, found.directory),
-      found.of_this_job ? "." : ", by another job of this name.")
+      found.of_this_job ? "." : ", by another job of this name.",
+      ` ${bytes(found.all_bytes)} in ${count(found.all)} ${found.all === 1 ? "checkpoint" : "checkpoints"} of this name.`)
     : element("p", { class: "quiet" }, "Nothing is known to be saved under this job's name.");
   return card("checkpoints", "Checkpoints", null, text, ...saves);
 }

@@ -202,6 +202,7 @@ TEST_F(CliTest, SaveLoadAndClose) {
   EXPECT_EQ(all[1]["asked_for"], true);
   EXPECT_EQ(all[1]["problem"], "");
   EXPECT_THAT(Text({"verify", checkpoint}), HasSubstr("step-2.1"));
+  EXPECT_THAT(Text({"checkpoints", checkpoint}), HasSubstr("\n2 checkpoints, "));
   std::filesystem::resize_file(checkpoint + "/step-2.1/master.safetensors", 20);
   EXPECT_THAT(Text({"checkpoints", checkpoint}), HasSubstr("yes"));
   EXPECT_THAT(Failure({"verify", checkpoint}),
@@ -209,6 +210,20 @@ TEST_F(CliTest, SaveLoadAndClose) {
                     HasSubstr("step-2.1/master.safetensors")));
   EXPECT_THAT(Text({"verify", checkpoint + "/step-1.1"}), HasSubstr("yes"));
   EXPECT_THAT(Failure({"checkpoints"}), HasSubstr("--checkpoint-dir"));
+  EXPECT_THAT(Failure({"delete-checkpoint", checkpoint + "/step-7"}),
+              AllOf(HasSubstr("there is no checkpoint of step 7 in "), HasSubstr("steps 1, 2")));
+  EXPECT_THAT(Failure({"delete-checkpoint", checkpoint + "/step-1", "--uid=another"}),
+              HasSubstr("of job another"));
+  const ProcessResult all_of_them = Ballast({"delete-checkpoint", "gpt"});
+  EXPECT_EQ(all_of_them.exit_code, 2);
+  EXPECT_THAT(all_of_them.error, HasSubstr("name one: gpt/step-STEP"));
+  EXPECT_EQ(Json({"save", "gpt", checkpoint})["directory"], checkpoint + "/step-2.1.2");
+  const json deleted = Json({"delete-checkpoint", checkpoint + "/step-2.1.2"})["checkpoints"];
+  ASSERT_EQ(deleted.size(), 1u);
+  EXPECT_EQ(deleted[0]["bytes"], saved["bytes"]);
+  EXPECT_EQ(Json({"save", "gpt", checkpoint})["directory"], checkpoint + "/step-2.1.2");
+  EXPECT_THAT(Text({"delete-checkpoint", checkpoint + "/step-2.1.2"}),
+              HasSubstr("deleted " + checkpoint + "/step-2.1.2, "));
   const json loaded = Json({"load", "gpt", checkpoint});
   EXPECT_EQ(loaded["directory"], checkpoint + "/step-1.1");
   EXPECT_EQ(loaded["passed_over"].size(), 1u);
@@ -490,6 +505,7 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
   EXPECT_EQ(Fields(Json({"checkpoints", checkpoint})["checkpoints"][0]),
             "name,directory,job,uid,step,generation,bytes,saved_unix_ms,asked_for,problem");
   EXPECT_EQ(Fields(Json({"load", "gpt", checkpoint})), "job,directory,passed_over,step,generation");
+  EXPECT_EQ(Fields(Json({"delete-checkpoint", checkpoint + "/step-1"})), "checkpoints");
   EXPECT_EQ(Fields(Json({"close", "gpt", "--force"})), "job,closed");
 }
 

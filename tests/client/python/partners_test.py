@@ -25,6 +25,9 @@ sys.path.insert(0, str(ROOT / "client/python"))
 import ballast  # noqa: E402
 import ballast.torch  # noqa: E402
 
+sys.path.insert(0, str(ROOT / "tests/support"))
+from processes import await_  # noqa: E402
+
 # Of losses of about 5, after steps whose updates were rounded in another order.
 PLACES = 4
 CONTEXT = 32
@@ -62,6 +65,18 @@ class Partner(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         return folder.name
 
+    def saving_service(self, **options):
+        """One that saves with every state_dict, and which steps it has when none is being saved."""
+        service = ballast.Service(memory_limit="1GiB", threads=1, checkpoint_dir=self.folder(), **options)
+        self.addCleanup(service.stop)
+
+        def steps():
+            client = ballast.connect(service.address)
+            await_("the saves", lambda: not client.job("kept")["saves"])
+            return sorted(found["step"] for found in client.checkpoints("kept"))
+
+        return {"service": service.address, "job": "kept"}, steps
+
     def assert_same_losses(self, ours, theirs, steps, places=PLACES):
         self.assertEqual((len(ours), len(theirs)), (steps, steps))
         self.assertLess(min(theirs[steps // 2:]), theirs[0] - 0.1)  # It trains.
@@ -86,9 +101,10 @@ class HuggingFaceTrainer(Partner):
         model = gpt2()
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=HuggingFaceTrainer.STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=3,
-            max_grad_norm=0.7, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, save_strategy="no",
-            report_to=[], use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False, **more)
-        trainer = transformers.Trainer(model, arguments, train_dataset=text(40), callbacks=list(callbacks),
+            max_grad_norm=0.7, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1,
+            report_to=[], use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False,
+            **{"save_strategy": "no"} | more)
+        trainer = transformers.Trainer(model, arguments, train_dataset=text(40), eval_dataset=text(1), callbacks=list(callbacks),
                                        optimizer_cls_and_kwargs=optimizer(model))
         trainer.remove_callback(transformers.PrinterCallback)
         return trainer
@@ -138,6 +154,30 @@ class HuggingFaceTrainer(Partner):
         whole.train()
         self.assertEqual(second.state.global_step, self.STEPS)
         self.assert_same_losses(self.losses(second), self.losses(whole), self.STEPS)
+
+    def test_the_best_checkpoint_goes_on_and_the_service_has_those_of_the_trainer(self):
+        job, saved = self.saving_service()
+        folder = pathlib.Path(self.folder())
+
+        def train(**options):
+            # The one with the highest loss is the best: the oldest.
+            trainer = self.trainer(
+                folder, functools.partial(self.ours, **job), ballast.torch.TrainerCallback(), save_strategy="steps",
+                eval_strategy="steps", save_steps=1, eval_steps=1, save_total_limit=2, load_best_model_at_end=True,
+                metric_for_best_model="loss", greater_is_better=True)
+            with warnings.catch_warnings(record=True) as warned:
+                trainer.train(**options)
+            self.assertEqual([str(warning.message) for warning in warned if "stay on the service" in str(warning.message)], [])
+            self.assertEqual(saved(), sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")))
+            self.assertEqual(saved(), [1, self.STEPS])
+            trainer.optimizer.optimizer.close()
+            last = folder / f"checkpoint-{self.STEPS}/model.safetensors"
+            weights = last.read_bytes()
+            last.unlink()  # It is to be written anew.
+            return weights, self.losses(trainer)
+
+        weights, losses = train()
+        self.assertEqual(train(resume_from_checkpoint=str(folder / "checkpoint-1")), (weights, losses))
 
 
 class Accelerate(Partner):
@@ -234,6 +274,7 @@ class Lightning(Partner):
             def training_step(self, batch, number):
                 loss = self.model(**batch).loss
                 self.losses.append(loss.item())
+                self.log("loss", loss)
                 if manual:
                     optimizer = self.optimizers()
                     self.manual_backward(loss / 3)
@@ -251,12 +292,12 @@ class Lightning(Partner):
 
         return Module()
 
-    def fit(self, module, epochs=3, checkpoint=None, precision=None):
+    def fit(self, module, epochs=3, checkpoint=None, precision=None, callbacks=()):
         import lightning
         mixed = [] if precision is None else [lightning.pytorch.plugins.MixedPrecision(
             precision, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0) if precision == "16-mixed" else None)]
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
+            accelerator="cpu", devices=1, max_epochs=epochs, logger=False, callbacks=list(callbacks), enable_checkpointing=bool(callbacks),
             enable_progress_bar=False, enable_model_summary=False, plugins=mixed,
             **({"accumulate_grad_batches": 3, "gradient_clip_val": 0.7} if module.automatic_optimization else {}))
         # Lightning goes on at the beginning of an epoch; this one has two steps.
@@ -311,6 +352,30 @@ class Lightning(Partner):
         whole = self.module(self.theirs)
         self.fit(whole)
         self.assert_same_losses(first.losses + second.losses, whole.losses, 3 * self.STEPS)
+
+    def test_the_best_checkpoint_goes_on_and_the_service_has_those_of_the_trainer(self):
+        from lightning.pytorch.callbacks import ModelCheckpoint
+        job, saved = self.saving_service()
+        folder = self.folder()
+
+        def train(checkpoint=None):
+            module = self.module(lambda parameters: ballast.torch.AdamW(parameters, lr=3e-3, **job))
+            # One keeps the highest loss, which is the first; the other the lowest. An epoch has two steps.
+            self.fit(module, 3, checkpoint, callbacks=[ballast.torch.LightningCallback(), *(
+                ModelCheckpoint(folder, mode + "-{step}", monitor="loss", mode=mode, save_on_train_epoch_end=True)
+                for mode in ("max", "min"))])
+            self.assertEqual(sorted(path.name for path in pathlib.Path(folder).glob("*.ckpt")),
+                             ["max-step=2.ckpt", "min-step=6.ckpt"])
+            self.assertEqual(saved(), [2, self.STEPS])
+            module.optimizer.close()
+            return module
+
+        whole = train()
+        os.remove(os.path.join(folder, "min-step=6.ckpt"))  # By hand, which is seen at the next save.
+        again = train(os.path.join(folder, "max-step=2.ckpt"))
+        self.assertEqual(again.losses, whole.losses[6:])
+        for name, weights in whole.state_dict().items():
+            self.assertTrue(torch.equal(weights, again.state_dict()[name]), name)
 
 
 if __name__ == "__main__":

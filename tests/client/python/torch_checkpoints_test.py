@@ -26,7 +26,7 @@ import torch
 
 import ballast.torch
 from ballast import _native
-from ballast.torch import checkpoints
+from ballast.torch import checkpoints, releasing
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 from processes import PATIENCE, Service, await_, written_to_stderr  # noqa: E402
@@ -142,8 +142,102 @@ class CheckpointsTest(unittest.TestCase):
         service.stop()
         self.assertEqual(ranks(self.service(), ("goes_on_from_its_state", {"steps": 4})), [[expected] * 2])
 
+    def test_states_stay_until_they_are_released(self):
+        service = self.service(checkpoint_keep=1, checkpoint_every="1steps")
+        client = ballast.connect(service.address)
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        states = []
+        for step in range(5):
+            train(model, optimizer, [step])
+            states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+            await_checkpoint(service, "gpt", step + 1)
+        optimizer.close()
+        uid = states[0][1]["param_groups"][0]["job_uid"]
+
+        def asked_for():
+            return sorted(found["step"] for found in client.checkpoints("gpt") if found["asked_for"])
+
+        await_("the last save", lambda: asked_for() == [1, 2, 3, 4, 5])
+        self.assertEqual([found["step"] for found in client.delete_checkpoint("gpt", 3)], [3])
+        for step, job in ((3, uid), (4, "another")):
+            with self.assertRaises(ballast.NotFoundError):
+                client.delete_checkpoint("gpt", step, uid=job)
+        self.assertEqual(len(client.delete_checkpoint("gpt", 4, uid=uid)), 1)
+        self.assertEqual(asked_for(), [1, 2, 5])
+        again = new_model()
+        optimizer = self.optimizer(again, service)
+        optimizer.load_state_dict(states[0][1])
+        self.assertEqual(self.weights(again), {name: tensor.tolist() for name, tensor in states[0][0].items()})
+        train(again, optimizer, range(1, 5))
+        self.assertEqual(self.weights(again), self.weights(model))
+
+    def test_what_the_trainer_has_deleted_goes_and_nothing_else(self):
+        service = self.service()
+        client = ballast.connect(service.address)
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        theirs = self.folder / "theirs"
+        theirs.mkdir()
+        notes = theirs / "ballast-gpt.json"
+        steps = iter(range(100))
+
+        def save(name):
+            train(model, optimizer, [next(steps)])
+            optimizer.state_dict()
+            await_checkpoint(service, "gpt", optimizer._binding.step_count)
+            path = theirs / name
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            releasing.saved([optimizer], str(theirs), str(path))
+
+        def kept():
+            return sorted(found["step"] for found in _saved(client, "gpt"))
+
+        save("a")
+        save("b")
+        releasing.saved([optimizer], str(theirs), str(theirs / "same as b"))  # Which is not there.
+        save("a")  # Of another step: the first one has no file any more.
+        self.assertEqual(kept(), [2, 3])
+        (theirs / "copy of a").touch()
+        releasing.saved([optimizer], str(theirs), str(theirs / "copy of a"))
+        (theirs / "a").unlink()
+        save("other/c")
+        self.assertEqual(kept(), [2, 3, 4])
+        (theirs / "other").rename(self.folder / "not mounted")
+        (theirs / "b").unlink()
+        releasing.ended([optimizer], str(theirs))
+        self.assertEqual(kept(), [3, 4])
+        (self.folder / "not mounted").rename(theirs / "other")
+        (theirs / "other/c").unlink()
+
+        # Errors warn, and what could not be deleted is tried again, by another process, too.
+        delete = ballast.client.Client.delete_checkpoint
+        for error in (ballast.UnavailableError("no service answers at x"), OSError("disk full")):
+            with mock.patch.object(ballast.client.Client, "delete_checkpoint", side_effect=error), \
+                    self.assertWarnsRegex(UserWarning, f"of job gpt that the trainer has deleted stay .*: {error}"):
+                releasing.ended([optimizer], str(theirs))
+        in_use = [ballast.FailedPreconditionError("gpt/step-4 is in use: ...")] * 2
+
+        def busy_at_first(*arguments, **options):
+            if in_use:
+                raise in_use.pop()
+            return delete(*arguments, **options)
+
+        with mock.patch.object(ballast.client.Client, "delete_checkpoint", autospec=True, side_effect=busy_at_first):
+            releasing.saved([optimizer], str(theirs), str(theirs / "none"))
+            self.assertEqual(kept(), [3, 4])
+            releasing.ended([optimizer], str(theirs))
+        self.assertEqual(kept(), [3])
+        self.assertEqual([note["path"] for note in json.loads(notes.read_text())["checkpoints"]], ["copy of a"])
+        notes.write_text("damaged")
+        with self.assertWarnsRegex(UserWarning, "of job gpt that the trainer has deleted stay"):
+            releasing.ended([optimizer], str(theirs))
+        optimizer.close()
+        releasing.ended([optimizer], str(theirs))  # Which knows no service any more.
+
     def test_a_state_whose_step_is_not_there_any_more_names_those_that_are(self):
-        service = self.service(checkpoint_keep=1)
+        service = self.service(checkpoint_keep_asked=1)
         model = new_model()
         optimizer = self.optimizer(model, service)
         train(model, optimizer, range(1))

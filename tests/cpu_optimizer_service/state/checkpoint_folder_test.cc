@@ -88,8 +88,17 @@ TEST(CheckpointName, HasAStepAndAGenerationAndIsNoPath) {
   }
 }
 
-TEST_F(CheckpointFolderTest, TheNewestStayOfThoseThatWereAskedForAndOfOthersApart) {
-  const auto driver = NewJob(engine_);
+// A service that limits how many of a job that were asked for stay.
+class LimitedFolderTest : public CheckpointFolderTest {
+ protected:
+  const std::unique_ptr<CheckpointDirectory> directory_ =
+      CheckpointDirectory::Open(PosixFileSystem(), root_.string(), {.keep_asked = 3}).value();
+  Engine limited_{
+      {.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .checkpoints = directory_.get()}};
+};
+
+TEST_F(LimitedFolderTest, TheNewestStayOfThoseThatWereAskedForAndOfOthersApart) {
+  const auto driver = NewJob(limited_);
   for (int step = 1; step <= 5; ++step) {
     driver->Step(step);
     EXPECT_EQ(NameOf(driver->job().Save(Path("gpt"))), VersionName(step, 1));
@@ -126,11 +135,11 @@ TEST_F(CheckpointFolderTest, AfterAnEarlierOneIsLoadedTheGenerationTellsThemApar
   EXPECT_EQ(driver->job().StateHash(), hash);
 }
 
-TEST_F(CheckpointFolderTest, AnotherJobsAreNeverTouchedWhateverTheyAreCalled) {
+TEST_F(LimitedFolderTest, AnotherJobsAreNeverTouchedWhateverTheyAreCalled) {
   const auto first = NewJob(engine_, 3);
   ASSERT_TRUE(first->job().Save(Path("gpt")).ok());
   const std::string hash = first->job().StateHash();
-  const auto second = NewJob(other_engine_, 3);
+  const auto second = NewJob(limited_, 3);
   EXPECT_EQ(NameOf(second->job().Save(Path("gpt"))), "step-3.1.2");
   for (int step = 4; step <= 8; ++step) {
     second->Step(step);
@@ -177,7 +186,7 @@ TEST_F(CheckpointFolderTest, TwoServicesMaySaveToOneFolderAtOnce) {
   for (JobDriver* driver : {first.get(), second.get()}) {
     threads.emplace_back([&, driver] {
       for (int i = 0; i < 20; ++i) {
-        const auto saved = driver->job().Save(Path("gpt"));
+        const auto saved = SaveByItself(*driver, Path("gpt"));
         EXPECT_TRUE(saved.ok()) << saved.status();
       }
     });
@@ -304,8 +313,8 @@ TEST_F(CheckpointFolderTest, OneWithoutMemoryToReadItIsNotPassedOver) {
   EXPECT_EQ(driver->job().Load(Path("gpt"))->step, 2u);
 }
 
-TEST_F(CheckpointFolderTest, OneThatWasRenamedIsNoneAndDeletesNone) {
-  const auto driver = NewJob(engine_, 1);
+TEST_F(LimitedFolderTest, OneThatWasRenamedIsNoneAndDeletesNone) {
+  const auto driver = NewJob(limited_, 1);
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
   driver->Step(2);
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
@@ -538,7 +547,7 @@ TEST_F(CheckpointFolderTest, ALoadWhoseCheckpointIsDeletedReadsTheNewerOneOrSays
   files.interrupt = save_and_delete;
   const absl::Status status = driver->job().Load(Path("gpt")).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("saves deleted each checkpoint"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("each checkpoint was deleted"));
   EXPECT_EQ(driver->job().StateHash(), hash);
 }
 

@@ -32,8 +32,8 @@ TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
        {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
         "--memory-limit=128", "--forget-after=1h", "--log-level=loud", "--drain-seconds=-1",
         "--seal-deadline-seconds=nan", "--listen=", "--flagfile=x", "--shared-memory=yes",
-        "--checkpoint-keep=0", "--checkpoint-every=10min", "--checkpoint-every=often",
-        "--state-dir=/proc/ballast"}) {
+        "--checkpoint-keep=0", "--checkpoint-keep-asked=-1", "--checkpoint-every=10min",
+        "--checkpoint-every=often", "--state-dir=/proc/ballast"}) {
     Ballastd service(BALLASTD_PATH, {flag});
     EXPECT_EQ(service.Address(), "") << flag;
     EXPECT_EQ(service.ExitCode(), 2) << flag;

@@ -449,6 +449,20 @@ TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {
     v1::ListCheckpointsResponse response;
     return service_.state().VerifyCheckpoints(&context, request, &response);
   };
+  const auto remove = [&](const std::string& directory) {
+    grpc::ClientContext context;
+    v1::DeleteCheckpointRequest request;
+    request.set_directory(directory);
+    v1::DeleteCheckpointResponse response;
+    return service_.state().DeleteCheckpoint(&context, request, &response);
+  };
+  for (const char* directory :
+       {"", "..", "../step-1.1", "gpt/..", "gpt/../../step-1.1", "gpt/step-1.1/x", "gpt/latest",
+        "/nonexistent", "/nonexistent/checkpoint", "/tmp/.."}) {
+    ExpectRefused(remove(directory), Code::INVALID_ARGUMENT, "to delete what is no checkpoint");
+  }
+  ExpectRefused(remove("/nonexistent/step-1"), Code::NOT_FOUND, "to delete what is not there");
+  ExpectRefused(remove("/nonexistent/step-1.1"), Code::NOT_FOUND, "to delete what is not there");
   ExpectRefused(list("../x"), Code::INVALID_ARGUMENT, "checkpoints in a path of dots");
   ExpectRefused(list("gpt/x"), Code::INVALID_ARGUMENT, "checkpoints below a name");
   ExpectRefused(list(""), Code::FAILED_PRECONDITION, "checkpoints of no directory");

@@ -16,8 +16,19 @@ if tuple(int(_number) for _number in _torch.__version__.split(".")[:2]) < (2, 6)
     raise ImportError(f"ballast.torch needs PyTorch 2.6 or newer, whose optimizers know their parameters' names, and this "
                       f"is {_torch.__version__}: pip install --upgrade torch")
 
+import importlib as _importlib  # noqa: E402
+
 from .checkpoints import from_checkpoint, to_checkpoint  # noqa: E402
 from .groups import groups  # noqa: E402
 from .optimizers import Adam, AdamW  # noqa: E402
 
-__all__ = ["Adam", "AdamW", "from_checkpoint", "groups", "to_checkpoint"]
+__all__ = ["Adam", "AdamW", "LightningCallback", "TrainerCallback", "from_checkpoint", "groups", "to_checkpoint"]
+
+# Of trainers that need not be installed.
+_CALLBACKS = {"LightningCallback": ".lightning_callback", "TrainerCallback": ".trainer_callback"}
+
+
+def __getattr__(name: str):
+    if name not in _CALLBACKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(_CALLBACKS[name], __name__), name)

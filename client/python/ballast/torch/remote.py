@@ -344,7 +344,8 @@ class Remote(torch.optim.Optimizer):
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
         the service, which saves that step, too, if it has a --checkpoint-dir: in the background, while training
         goes on. So the trainer can go on from this state also when the job has gone on, or the service was started
-        again, as long as that is one of the job's newest --checkpoint-keep.
+        again. What the service has saved so stays until `Client.delete_checkpoint`: `TrainerCallback` and
+        `LightningCallback` call that when the trainer deletes its own checkpoint.
 
         With full_state also the moments, and the masters of parameters that are not fp32, in fp32, sharded as the
         parameters: torch.optim goes on with them, and so does a new job (`load_state_dict`). Every rank reads them from
