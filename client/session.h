@@ -192,9 +192,9 @@ class Session {
   // Closes the job of this uid, which forgets all its state. NOT_FOUND if another has its name.
   static absl::Status CloseJob(const std::shared_ptr<grpc::Channel>& channel,
                                const std::string& job, const std::string& uid);
-  // Deletes what SaveCheckpoint has made: "gpt/step-1000.2", or "gpt/step-1000" for those of the step; with
-  // a uid of that job alone. NOT_FOUND: there is none. FAILED_PRECONDITION: one is saved, loaded or
-  // verified.
+  // Deletes what SaveCheckpoint has made: "gpt/step-1000.2", or "gpt/step-1000" for those of the
+  // step; with a uid those of that job alone. NOT_FOUND: there is none. FAILED_PRECONDITION, and
+  // nothing is deleted: one is being saved, loaded or verified.
   static absl::Status DeleteCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
                                        const std::string& checkpoint, const std::string& uid = "");
 

@@ -18,6 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
@@ -121,9 +122,9 @@ struct Engine::Impl {
   std::atomic<int> looks = 0;  // Under way.
   using FoundOrNot = absl::StatusOr<std::vector<FoundCheckpoint>>;
   FoundOrNot Look(const LookRequest& request) const;
-  // Of those that are found, or were until they were deleted meanwhile.
+  // Without those that have been deleted meanwhile.
   FoundOrNot Verify(std::vector<FoundCheckpoint> found, const std::function<bool()>& wanted);
-  FoundOrNot Delete(const DeleteRequest& request);
+  FoundOrNot Delete(const DeleteRequest& request, absl::Span<const std::shared_ptr<Job>> jobs);
   // `work` on a disk thread, unless kMostLooks have one. It is asked whether it is still `wanted`.
   Pending OnDisk(std::function<FoundOrNot(const std::function<bool()>& wanted)> work,
                  Done<std::vector<FoundCheckpoint>> done);
@@ -513,19 +514,13 @@ Engine::Impl::FoundOrNot Engine::Impl::Verify(std::vector<FoundCheckpoint> found
   return verified;
 }
 
-Engine::Impl::FoundOrNot Engine::Impl::Delete(const DeleteRequest& request) {
+Engine::Impl::FoundOrNot Engine::Impl::Delete(const DeleteRequest& request,
+                                              absl::Span<const std::shared_ptr<Job>> jobs) {
   const std::filesystem::path path(request.path);
   const std::string folder = path.parent_path().string();
   const std::optional<uint64_t> step = StepNamed(path.filename().string());
-  std::vector<std::shared_ptr<JobImpl>> all;
-  {
-    MutexLock lock(mutex);
-    for (const auto& [name, entry] : jobs) {
-      if (entry.ready) all.push_back(entry.job);
-    }
-  }
-  // Before what there is is looked for: a save that has ended since is found then.
-  for (const std::shared_ptr<JobImpl>& job : all) {
+  // Before the checkpoints are looked for: one whose save has ended since is found then.
+  for (const std::shared_ptr<Job>& job : jobs) {
     if (!step.has_value() || (!request.uid.empty() && job->uid() != request.uid)) continue;
     for (const SaveProgress& save : job->Status().saves) {
       if (save.step != *step || save.directory != folder) continue;
@@ -604,9 +599,11 @@ Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCh
 }
 
 Pending Engine::DeleteCheckpoints(DeleteRequest request, Done<std::vector<FoundCheckpoint>> done) {
-  return impl_->OnDisk([impl = impl_.get(), request = std::move(request)](
-                           const std::function<bool()>&) { return impl->Delete(request); },
-                       std::move(done));
+  return impl_->OnDisk(
+      [this, request = std::move(request)](const std::function<bool()>&) {
+        return impl_->Delete(request, ListJobs());
+      },
+      std::move(done));
 }
 
 absl::StatusOr<MemoryBudget::Reservation> Engine::Reserve(int64_t bytes, absl::string_view what) {

@@ -118,7 +118,7 @@ class Engine {
   };
   static constexpr size_t kMostVerified = 4096;
   Pending LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done);
-  // As DeleteCheckpoints; with FAILED_PRECONDITION also where a save of this step is under way in the
+  // As DeleteCheckpoints; FAILED_PRECONDITION also where a save of this step is under way in the
   // folder. Otherwise as LookForCheckpoints; what has begun goes on when it is cancelled.
   struct DeleteRequest {
     std::string path;

@@ -238,8 +238,8 @@ void JobImpl::ReplaceState(OpenedCheckpoint& opened, Clock::time_point began,
   }
   progress = nullptr;  // Before its caller is told.
   Section section(*this);
-  // Until the record says that it is loaded, and not any more when its caller is told, at the section's
-  // end.
+  // It ends after the record says that it is loaded, and before its caller is told, at the end of
+  // the section.
   const CheckpointUses::Use use = std::move(opened.use);
   if (broken()) return Reply<CheckpointInfo>(std::move(done), broken_);
   // The record still says that the checkpoint is being loaded. Where the process dies before the

@@ -65,8 +65,8 @@ struct OpenedCheckpoint {
 // Opens `path`, or, if it is a folder of checkpoints (checkpoint_folder.h), the newest that is not
 // damaged. What cannot be read, is no regular file, or was renamed counts as damaged. One of a newer
 // format, or without memory to read it, is an error, because to go on from an older one is then
-// somebody's choice. UNAVAILABLE: each was deleted while it was read. `uses`: of this process, where it
-// deletes checkpoints.
+// somebody's choice. UNAVAILABLE: each was deleted while it was read. `uses`: of this process, where
+// it deletes checkpoints.
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
                                             int64_t most_bytes, CheckpointUses* uses = nullptr);
 

@@ -71,8 +71,8 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
     if (!found.ok()) continue;
     for (const FoundCheckpoint& each : *found) {
       if (!each.problem.ok()) continue;
-      // The folder's name, whatever the index says: it is what --resume takes, and a folder may have
-      // been copied.
+      // The folder's name, whatever the index says: it is what --resume takes, and a folder may
+      // have been copied.
       directory->known_[folder].push_back(each.facts);
       directory->known_[folder].back().job = name;
     }

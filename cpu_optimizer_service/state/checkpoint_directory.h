@@ -24,8 +24,8 @@ inline constexpr int kDefaultKeptCheckpoints = 3;
 struct CheckpointPolicy {
   uint64_t every_steps = 0;  // 0: not by steps.
   double every_seconds = 0;  // 0: not by time.
-  // How many of a job stay, as DeleteOlder has it: of those that the service saves by itself, and of
-  // those that calls ask for.
+  // How many of a job stay, as DeleteOlder has it: of those that the service saves by itself, and
+  // of those that calls ask for.
   int keep = kDefaultKeptCheckpoints;
   std::optional<int> keep_asked = std::nullopt;  // None: all, until they are deleted by a call.
 
@@ -38,7 +38,8 @@ struct CheckpointPolicy {
   }
 };
 
-// Thread-safe. Only Open and ForgetMissing read the disk, so that a disk that hangs holds up nobody who asks.
+// Thread-safe. Only Open and ForgetMissing read the disk, so that a disk that hangs holds up nobody
+// who asks.
 class CheckpointDirectory {
  public:
   // Makes the directory if need be, and tries there all that a save does, so that it is known now
@@ -80,8 +81,8 @@ class CheckpointDirectory {
   const std::string path_;
   const CheckpointPolicy policy_;
   mutable Mutex mutex_;
-  // By folder's path: the newest first, those of the job (by uid) that saved last before all others; at
-  // least one.
+  // By folder's path: the newest first, those of the job (by uid) that saved last before all others;
+  // at least one.
   std::map<std::string, std::vector<CheckpointFacts>> known_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -49,15 +49,15 @@ absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_sy
 int64_t LastSaved(FileSystem& file_system, const std::string& folder);
 
 // Deletes the job's checkpoints but the newest `keep` of those that are `asked_for`, or of those
-// that are not; and of the same step and generation all but the newest. Returns those. No error: what
-// is read, or cannot be deleted, stays.
+// that are not; and of the same step and generation all but the newest. Returns those. No error:
+// what is read, or cannot be deleted, stays.
 std::vector<CheckpointFacts> DeleteOlder(FileSystem& file_system, CheckpointUses& uses,
                                          const std::string& folder, const std::string& uid,
                                          bool asked_for, int keep);
-// Deletes FOLDER/step-STEP.GENERATION, whatever is known against it; or of FOLDER/step-STEP those that
-// were asked for. With a `uid` those of that job alone. Returns those. NOT_FOUND: there is none.
-// INVALID_ARGUMENT: another path. FAILED_PRECONDITION, and nothing is deleted: one is read, or they are
-// of several jobs.
+// Deletes FOLDER/step-STEP.GENERATION, whatever is known against it; or of FOLDER/step-STEP those
+// that were asked for. With a `uid` those of that job alone. Returns those. NOT_FOUND: there is
+// none. INVALID_ARGUMENT: another path. FAILED_PRECONDITION, and nothing is deleted: one is read, or
+// they are of several jobs.
 absl::StatusOr<std::vector<FoundCheckpoint>> DeleteCheckpoints(FileSystem& file_system,
                                                                CheckpointUses& uses,
                                                                const std::string& path,

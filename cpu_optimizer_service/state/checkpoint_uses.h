@@ -10,8 +10,8 @@
 
 namespace ballast {
 
-// Of one process. Thread-safe; reads no disk, so that one that hangs holds up nobody here. It outlives
-// what its calls return.
+// Of one process. Thread-safe; reads no disk, so that one that hangs holds up nobody here. It
+// outlives what its calls return.
 class CheckpointUses {
  public:
   // Until it, and all copies, are gone.

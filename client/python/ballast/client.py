@@ -73,8 +73,8 @@ class Client:
     def save(self, job: str, name: str | None = None, *, background: bool = False) -> dict[str, Any]:
         """Saves the job's committed step in a new checkpoint under the service's --checkpoint-dir, in the folder
         `name` (by default the job's), while training goes on. Its directory, step and bytes. background: returns
-        when the save has begun; `checkpoints` has it once it is complete. It stays until `delete_checkpoint`, unless the
-        service has a --checkpoint-keep-asked."""
+        when the save has begun; `checkpoints` has it once it is complete. It stays until `delete_checkpoint`, unless
+        the service has a --checkpoint-keep-asked."""
         return self._json("save", job, *([name] if name else []), *(["--background"] if background else []))
 
     def load(self, job: str, name: str | None = None) -> dict[str, Any]:

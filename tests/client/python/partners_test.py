@@ -104,7 +104,8 @@ class HuggingFaceTrainer(Partner):
             max_grad_norm=0.7, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1,
             report_to=[], use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False,
             **{"save_strategy": "no"} | more)
-        trainer = transformers.Trainer(model, arguments, train_dataset=text(40), eval_dataset=text(1), callbacks=list(callbacks),
+        trainer = transformers.Trainer(model, arguments, train_dataset=text(40), eval_dataset=text(1),
+                                       callbacks=list(callbacks),
                                        optimizer_cls_and_kwargs=optimizer(model))
         trainer.remove_callback(transformers.PrinterCallback)
         return trainer
@@ -167,7 +168,8 @@ class HuggingFaceTrainer(Partner):
                 metric_for_best_model="loss", greater_is_better=True)
             with warnings.catch_warnings(record=True) as warned:
                 trainer.train(**options)
-            self.assertEqual([str(warning.message) for warning in warned if "stay on the service" in str(warning.message)], [])
+            said = [str(warning.message) for warning in warned]
+            self.assertEqual([text for text in said if "stay on the service" in text], [])
             self.assertEqual(saved(), sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")))
             self.assertEqual(saved(), [1, self.STEPS])
             trainer.optimizer.optimizer.close()
@@ -297,7 +299,8 @@ class Lightning(Partner):
         mixed = [] if precision is None else [lightning.pytorch.plugins.MixedPrecision(
             precision, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0) if precision == "16-mixed" else None)]
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=epochs, logger=False, callbacks=list(callbacks), enable_checkpointing=bool(callbacks),
+            accelerator="cpu", devices=1, max_epochs=epochs, logger=False, callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
             enable_progress_bar=False, enable_model_summary=False, plugins=mixed,
             **({"accumulate_grad_batches": 3, "gradient_clip_val": 0.7} if module.automatic_optimization else {}))
         # Lightning goes on at the beginning of an epoch; this one has two steps.

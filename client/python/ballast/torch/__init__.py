@@ -22,9 +22,9 @@ from .checkpoints import from_checkpoint, to_checkpoint  # noqa: E402
 from .groups import groups  # noqa: E402
 from .optimizers import Adam, AdamW  # noqa: E402
 
-__all__ = ["Adam", "AdamW", "LightningCallback", "TrainerCallback", "from_checkpoint", "groups", "to_checkpoint"]
+__all__ = ["Adam", "AdamW", "from_checkpoint", "groups", "to_checkpoint"]
 
-# Of trainers that need not be installed.
+# Of trainers that need not be installed, so they are no part of `import *`.
 _CALLBACKS = {"LightningCallback": ".lightning_callback", "TrainerCallback": ".trainer_callback"}
 
 

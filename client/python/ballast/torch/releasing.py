@@ -1,8 +1,8 @@
 """Which saved steps a trainer's own checkpoints are of, so that the service deletes those of which the trainer has none
 any more.
 
-For each job a file beside them says so, ballast-JOB.json, which outlives the trainer's process. Errors are warnings: what
-cannot be deleted now is tried again with the next save.
+For each job a file beside them says so, ballast-JOB.json, which outlives the trainer's process. Errors are warnings:
+what cannot be deleted now is tried again with the next save.
 """
 
 from __future__ import annotations
