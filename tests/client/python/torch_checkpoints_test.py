@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -299,6 +300,49 @@ class CheckpointsTest(unittest.TestCase):
         self.optimizer(new_model(), second, job="other").attach(create=True)
         with self.assertRaisesRegex(RuntimeError, "other is at step 0 and did not begin with gpt/step-2.1: attach"):
             self.optimizer(new_model(), second, job="other").attach(resume="gpt/step-2.1")
+
+    def test_a_resume_warns_of_what_the_service_does_not_hold(self):
+        service, steps = self.service(), range(2)
+
+        class Counting(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("queue", torch.zeros(3))
+                self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+                self.register_buffer("angles", torch.ones(3), persistent=False)
+
+            def forward(self, x):
+                return x
+
+        def model():
+            target = torch.nn.Linear(3, 3).requires_grad_(False)
+            return torch.nn.Sequential(*new_model(), torch.nn.BatchNorm1d(3), target, Counting())
+
+        def attach(model, module, only_trained=False):
+            named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not only_trained]
+            optimizer = ballast.torch.AdamW(named, lr=0.02, service=service.address, module=module,
+                                            job="trained" if only_trained else "all")
+            self.addCleanup(optimizer.close)
+            with warnings.catch_warnings(record=True) as said, written_to_stderr():
+                warnings.simplefilter("always")
+                optimizer.attach(resume=True)
+                optimizer.attach(resume=True)
+            train(model, optimizer, steps)
+            optimizer.close()
+            return [re.search("has not restored (.*)[.] If", str(each.message))[1] for each in said]
+
+        first = model()
+        self.assertEqual(attach(first, first), [])  # There is nothing to go on from.
+        self.assertEqual(attach(model(), None), ["4.weight, 4.bias"])
+        again = model()
+        self.assertEqual(attach(again, again), ["3.running_mean, 3.running_var, 3.num_batches_tracked, 5.queue, "
+                                                "4.weight, 4.bias"])
+        with torch.no_grad():
+            again = model()
+            again.load_state_dict(first.state_dict())  # Of which the statistics tell that they have been loaded.
+        self.assertEqual(attach(again, again), ["5.queue, 4.weight, 4.bias"])
+        for number in range(2):
+            self.assertEqual(attach(model(), None, only_trained=True), [], number)
 
     def test_a_service_that_cannot_save_says_so_when_it_is_stopped(self):
         service = self.service()

@@ -36,6 +36,24 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
 
 
+def not_held(module: torch.nn.Module | None, param_groups: list[dict[str, Any]]) -> list[str]:
+    """The names of what training may change and no service holds: persistent buffers, except statistics that count
+    batches and have been loaded, and frozen parameters. Without a module: the frozen ones of the param groups."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    names = []
+    for prefix, submodule in () if module is None else module.named_modules():
+        batches = getattr(submodule, "num_batches_tracked", None)
+        if not torch.is_tensor(batches) or batches == 0:
+            names += [f"{prefix}.{name}".lstrip(".") for name, buffer in submodule.named_buffers(recurse=False)
+                      if name not in submodule._non_persistent_buffers_set and buffer.dtype != torch.bool]
+    of_groups = {id(parameter): (name, parameter) for group in param_groups
+                 for name, parameter in zip(group["param_names"], group["params"])}
+    of_module = {} if module is None else {id(parameter): (name, parameter) for name, parameter in
+                                           module.named_parameters()}
+    return names + [name for name, parameter in (of_module | of_groups).values() if not parameter.requires_grad]
+
+
 def check_memory(named: list[tuple[str, torch.Tensor]]) -> None:
     """ValueError for a parameter without memory, and for two over the same: an update of one would write the other,
     which the service does not know."""

@@ -16,7 +16,7 @@ from ..session import HyperParameters
 from . import dcp, owners
 from .binding import Binding, Kept, NothingToResume
 from .ddp import check_reduction, living_with, whole_on_several_ranks
-from .description import check_group
+from .description import check_group, not_held
 from .groups import named, names_in, regrouped
 from .moments import Moments, moments_of
 from .reports import Logged
@@ -24,6 +24,7 @@ from .returning import check_overlap_weights
 
 # A warning says the first skipped step, and from then on each of so many.
 _SKIPS_A_WARNING = 100
+_MOST_NAMES = 8  # In a warning.
 _NUMBERED = re.compile(r"param\.\d+")
 
 
@@ -182,9 +183,22 @@ class Remote(torch.optim.Optimizer):
         NotFoundError or FailedPreconditionError. resume: the same, but first the service looks for a checkpoint of the
         job's name (or of the one that is given: "gpt", "gpt/step-1000") and loads it. So it may stand there from the
         first start on. "gpt/step-1000" must be there, a job with weights have begun with it, and the optimizer not be
-        bound yet."""
+        bound yet. Where it goes on, it warns of the model's buffers and frozen parameters, which no service holds."""
         checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
-        return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
+        first = self._own_step is None
+        binding = self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint)
+        if resume and first and binding.step_count > 0 and binding.rank == 0:
+            self._warn_of_what_is_not_held()
+        return binding.step_count
+
+    def _warn_of_what_is_not_held(self) -> None:
+        names = not_held(self._model(), self.param_groups)
+        if names:
+            more = len(names) - _MOST_NAMES
+            listed = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+            warnings.warn(f"the service holds neither buffers nor frozen parameters: attach() has not restored {listed}. "
+                          "If training changes them (running statistics, an EMA), load the model's own state_dict() "
+                          "from your checkpoint", stacklevel=4)
 
     @torch.no_grad()
     def close(self, save: bool = False, job: bool = False) -> None:
@@ -253,15 +267,18 @@ class Remote(torch.optim.Optimizer):
         found."""
         if not any(_NUMBERED.fullmatch(name) for group in self.param_groups for name in group["param_names"]):
             return
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        module = self.module
-        if module is None and whole_on_several_ranks(parameters, self._settings["process_group"]):
-            module = next(iter(living_with(parameters)), None)
-        names = names_in(module)
+        names = names_in(self._model())
         for group in self.param_groups:
             group["param_names"] = [
                 names.get(id(parameter), name) if _NUMBERED.fullmatch(name) else name
                 for name, parameter in zip(group["param_names"], group["params"])]
+
+    def _model(self) -> torch.nn.Module | None:
+        """What was given as module=, or else a DistributedDataParallel, if one is found."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.module is None and whole_on_several_ranks(parameters, self._settings["process_group"]):
+            return next(iter(living_with(parameters)), None)
+        return self.module
 
     def _tell_step(self) -> None:
         for parameter in self._binding.parameters:
