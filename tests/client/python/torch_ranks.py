@@ -1,5 +1,6 @@
 """What the ranks of torch_ranks_test.py do."""
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -312,3 +313,80 @@ def subset_of_ranks(rank, world_size, service, job):
                                     process_group=halves[mine])
     train(parallel, optimizer, rank, 3)
     return [p.double().sum().item() for p in model.parameters()]
+
+
+def joins(rank, world_size, service, job, inputs, how="plain", **options):
+    """Two epochs in which each rank has as many batches as `inputs` says, with a step of all after each, beside torch.
+    how: "accumulates", "clips", "leaves out" a step for its norm, "scales", "undoes" a step. Returns the job's step, the
+    largest difference from torch in what the model had, as a share of each tensor's largest, and its parameters' bits."""
+    last = max(range(world_size), key=lambda other: (inputs[other], other))
+
+    def step(model, parallel, optimizer, scaler, number):
+        torch.manual_seed(100 * number + rank)
+        optimizer.zero_grad()
+        for micro_step in range(3 if how == "accumulates" else 1):
+            with parallel.no_sync() if micro_step == 1 else contextlib.nullcontext():
+                scaler.scale(parallel(torch.randn(5, 4)).square().mean()).backward()
+        odd, is_ours = number % 2 == 1, isinstance(optimizer, ballast.torch.AdamW)
+        if how in ("clips", "leaves out"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if odd and (how == "leaves out" or (how == "undoes" and not is_ours)):
+            return
+        scaler.step(optimizer)
+        scaler.update()
+        if odd and how == "undoes":
+            optimizer.undo_step()
+
+    def train(made):
+        model, seen = torch.nn.Sequential(torch.nn.BatchNorm1d(4), *model_of()), []
+        parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)
+        optimizer = made(model, parallel)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=how == "scales")
+        for epoch in range(2):
+            with parallel.join(divide_by_initial_world_size=epoch == 0):
+                for number in range(inputs[rank]):
+                    optimizer.param_groups[0]["lr"] = 0.02 / (1 + number)  # As a schedule, which stops with the input.
+                    step(model, parallel, optimizer, scaler, 20 * epoch + number)
+            optimizer.param_groups[0]["lr"] = 0.02
+            if not isinstance(optimizer, ballast.torch.AdamW):  # torch leaves the moments of joined ranks behind.
+                states = [optimizer.state_dict()]
+                dist.broadcast_object_list(states, last)
+                optimizer.load_state_dict(states[0])
+            seen.append({name: value.clone() for name, value in model.state_dict().items()})
+            step(model, parallel, optimizer, scaler, 20 * epoch + 18)
+            if isinstance(optimizer, ballast.torch.AdamW):
+                optimizer.wait_for_weights()
+            seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return seen, optimizer
+
+    def ours(model, parallel):
+        return ballast.torch.AdamW(model.named_parameters(), service=service, job=job, keep_previous=how == "undoes",
+                                   module=parallel, **options)
+
+    seen, optimizer = train(ours)
+    assert optimizer.overlap == options.get("overlap", False)
+    optimizer.close()
+    expected, _ = train(lambda model, _: torch.optim.AdamW(model.parameters()))
+    furthest = max(((one - theirs[name]).abs().max() / theirs[name].abs().max()).item()
+                   for here, theirs in zip(seen, expected) for name, one in here.items())
+    bits = hashlib.sha256(b"".join(value.numpy().tobytes() for here in seen for name, value in here.items()
+                                   if name.endswith(("weight", "bias"))))  # A rank's statistics are its own at first.
+    return [optimizer.param_groups[0]["job_step"], furthest, bits.hexdigest()]
+
+
+def throws_early(rank, world_size, service, job, **options):
+    """As soon as one rank has no input. Returns what each is told, and the steps then and after some more."""
+    model = model_of()
+    parallel = ddp(model)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, module=parallel, **options)
+
+    def epoch():
+        with parallel.join(throw_on_early_termination=True):
+            train(parallel, optimizer, rank, 3 + rank)
+
+    told = error_of(epoch)
+    steps = optimizer.param_groups[0]["job_step"]
+    train(parallel, optimizer, rank, 2)
+    optimizer.wait_for_weights()
+    optimizer.close()
+    return [*told[:2], steps, optimizer.param_groups[0]["job_step"]]

@@ -42,7 +42,7 @@ from ..restore import (
     restore,
 )
 from ..session import Decision, HyperParameters, Job, Session
-from . import patches, streaming
+from . import patches, streaming, uneven
 from .clipping import Sealed
 from .ddp import check_reduction, ddp_of, hook_ddp, whole_on_several_ranks
 from .description import Described, check_group, check_memory, lines, weights_in_lines
@@ -104,6 +104,8 @@ class Binding:
         self._hyper_parameters = _weakly(hyper_parameters)  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
         self._has_warned = False  # Of a step without any gradient.
+        self._in_join = False  # Of ranks with uneven inputs.
+        self._own_gradients: list[torch.Tensor | None] | None = None  # While this rank, which has joined, has others'.
         self._saved_step: int | None = None
         self._undos = self._closings = 0  # That were asked for.
         self._overlap, self._accumulation_steps = overlap, accumulation_steps
@@ -507,10 +509,12 @@ class Binding:
                 streamed = self._take_back()
             if streamed and (self.stream.sealed is not None or loss_scale != 1.0):
                 decide = functools.partial(self._vote, self.stream.seal(), loss_scale)
+                self._call_joined("step", loss_scale)
             else:
                 gradients = self._gradients()  # What cannot be sent is found before the step begins.
                 if self.stream is None or not self.stream.begun:
                     self._prepare_begin(in_step=True)
+                self._call_joined("step", loss_scale)
                 decide = functools.partial(self._seal_and_vote, gradients, loss_scale)
             self._given = self.step_count, given
             with self._part():
@@ -519,12 +523,93 @@ class Binding:
                 self._applied = given
         return decision
 
+    def _call_joined(self, what: str, loss_scale: float = 1.0) -> None:
+        """In a join, has ranks that have joined do the same; see uneven."""
+        if self.peers is None:
+            return
+        sealed = None if self.stream is None else self.stream.sealed
+        gradients = {} if sealed is not None or what == "undo" else {
+            index: parameter.grad.detach() for index, parameter in enumerate(self.parameters)
+            if parameter.requires_grad and parameter.grad is not None}
+
+        def call_of() -> uneven.Call:
+            begun = self.stream is not None and self.stream.begun
+            now = self._hyper_parameters()
+            discards, came = self._attempts()
+            return uneven.Call(what, discards=discards, came=came, begun=begun, begun_with=self._begun_with if begun else now, settings=now,
+                               loss_scale=loss_scale, clip=sealed and sealed.clip_so_far())
+
+        self._in_join = uneven.call(self.parameters, call_of, gradients, self.places)
+
+    def shadow(self, call: uneven.Call, receive: Callable[..., dict[int, torch.Tensor]],
+               param_groups: list[dict[str, Any]]) -> Decision | None:
+        """Of a rank that has joined: seals, or makes the step, with the settings and the gradients of the others.
+        receive: gets the gradients of the parameters that it is given. They lie in `.grad` until the step ends."""
+        own = self._hyper_parameters
+        self._hyper_parameters = lambda: call.begun_with
+        try:
+            if call.clip is None:
+                self.end_shadow()  # What was sealed is not the step's.
+                if self.stream is not None:
+                    self.stream.catch_up(call.discards, call.came)
+                self._take_over(receive({index: self.parameters[index] for index in call.given}, self.places))
+                if call.begun and not self.stream.begun:
+                    self._begin_early()
+            else:
+                self.stream.sealed.follow(call.clip)
+            if call.what == "seal":
+                self.stream.seal()
+                return None
+            self._hyper_parameters = lambda: call.settings
+            decision = self.step(call.loss_scale, param_groups)
+            self.end_shadow()
+            return decision
+        except BaseException:
+            self._put_back()
+            raise
+        finally:
+            self._hyper_parameters = own
+
+    def end_shadow(self) -> None:
+        """The step is decided, or left out."""
+        if self._own_gradients is not None:
+            if self.stream is not None and self.stream.sealed is not None:
+                self.stream.discard()
+            self._put_back()
+
+    def end_join(self, group: dist.ProcessGroup) -> None:
+        """All ranks have joined: what has not been stepped on leaves in the next step(), as often as on any rank."""
+        if self.stream is not None and self.stream.begun:
+            self._take_back()
+        of_all: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_all, self._attempts(), group=group)
+        if self.stream is not None:
+            self.stream.catch_up(max(discards for discards, _ in of_all), [max(each) for each in zip(*(
+                came for _, came in of_all))])
+
+    def _attempts(self) -> tuple[int, list[int]]:
+        """Of the step that comes next: what was discarded, and how often each gradient has come."""
+        return (0, []) if self.stream is None else (self.stream.discards, self.stream.came)
+
+    def _take_over(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Except of what has left in a backward of this rank itself."""
+        self._own_gradients = [parameter.grad for parameter in self.parameters]
+        left = () if self.stream is None else self.stream.left
+        for index, parameter in enumerate(self.parameters):
+            if index not in left:
+                parameter.grad = gradients.get(index)
+
+    def _put_back(self) -> None:
+        for parameter, gradient in zip(self.parameters, self._own_gradients or ()):
+            parameter.grad = gradient
+        self._own_gradients = None
+
     def forget_given(self) -> None:
         """The trainer knows of the step."""
         self._given = self._applied = None
 
     def _end(self, decision: Decision) -> None:
-        comes_later = self._returning is not None and decision.applied
+        comes_later = self._returning is not None and decision.applied and not self._in_join
         if not comes_later:
             self.session.receive_weights()
         self._clock.lap("wait")
@@ -593,6 +678,7 @@ class Binding:
         self.wait_for_weights()
         with self._notifying():
             self._undos += 1
+            self._call_joined("undo")
             if self.peers is not None:  # One may still receive the weights of the step.
                 self.peers.meet(f"undo {self._undos} begun")
             with self._part():
@@ -647,10 +733,11 @@ class Binding:
         outdated = self._is_outdated()
         self._clock.lap("compute")
         with self._notifying():
-            begins = outdated and not self._take_back()
+            begins = (outdated and not self._take_back()) or not self.stream.begun
             if begins:
                 self._prepare_begin()
             gradients = self._gradients()
+            self._call_joined("seal")
             with self._part():
                 if begins:
                     self._begin()

@@ -11,6 +11,9 @@ import torch
 from ..session import Norm
 
 
+_CLIP = ("unscaling", "_coefficients", "_max_norm", "_clipped", "_abandoned")
+
+
 def coefficient_of(max_norm: float, norm: float) -> float:
     """As in torch.nn.utils.clip_grad_norm_. NaN if the norm is."""
     coefficient = max_norm / (norm + 1e-6)
@@ -63,6 +66,14 @@ class Sealed:
         if self.unscaling == 1 and (self._max_norm or not self._clipped):
             return {"max_norm": self._max_norm}
         return {"multipliers": [coefficient * self.unscaling for coefficient in self._coefficients]}
+
+    def clip_so_far(self) -> dict[str, Any]:
+        """For follow(), on a rank that has joined."""
+        return {name: getattr(self, name) for name in _CLIP}
+
+    def follow(self, clip: dict[str, Any]) -> None:
+        """Clips as another rank has done."""
+        vars(self).update(clip)
 
     def coefficient(self) -> float:
         """What was clipped most."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import patches
-from .streaming import GradientStream, at_end_of_backward
+from .streaming import GradientStream, _current_backward, at_end_of_backward
 
 _hooked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -84,6 +84,9 @@ def _averaging(module: DistributedDataParallel):
             stream.leave_backward(backward)
 
     def average(_, bucket):  # torch looks at annotations, which must not be strings.
+        if not _in_backward():  # A rank that has joined (see uneven) gives zeros, and takes its gradients in step().
+            return dist.all_reduce(division.divide(bucket), group=group, async_op=True).get_future().then(
+                lambda future: future.value()[0])
         if bucket.index() == 0:  # Buckets come in order.
             given.clear()
             streams.clear()
@@ -117,11 +120,17 @@ def _averaging(module: DistributedDataParallel):
     return average
 
 
+def _in_backward() -> bool:
+    return _current_backward() >= 0
+
+
 class _Division:
-    """By the number of ranks, in the bits of DDP itself: it multiplies what it copies to a bucket, and divides what is
-    there already, because `.grad` is a view of the bucket and was not None before the backward."""
+    """By the number of ranks, or in a join of those that have input, if it is to be so, in the bits of DDP itself: it
+    multiplies what it copies to a bucket, and divides what is there already, because `.grad` is a view of the bucket and
+    was not None before the backward."""
 
     def __init__(self, module: DistributedDataParallel):
+        self._module = weakref.ref(module)
         self._ranks = module.process_group.size()
         memory = self._memory = {}  # By parameter, the address of that in which autograd has accumulated.
 
@@ -134,6 +143,8 @@ class _Division:
                 parameter.register_post_accumulate_grad_hook(accumulated)
 
     def divide(self, bucket: dist.GradBucket) -> torch.Tensor:
+        if bucket.index() == 0:
+            self._count()
         buffer = bucket.buffer()
         here = buffer.untyped_storage().data_ptr()
         inside = [self._memory.get(id(parameter)) == here for parameter in bucket.parameters()]
@@ -142,3 +153,10 @@ class _Division:
         for gradient, is_inside in zip(bucket.gradients(), inside):
             gradient.div_(self._ranks) if is_inside else gradient.mul_(1 / self._ranks)
         return buffer
+
+    def _count(self) -> None:
+        module = self._module()
+        if module._join_config.enable and not module._divide_by_initial_world_size:
+            ranks = torch.full((1,), float(_in_backward()), device=module.device)
+            dist.all_reduce(ranks, group=module.process_group)
+            self._ranks = int(ranks.item())

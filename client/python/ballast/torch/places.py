@@ -140,10 +140,10 @@ class Flats:
         for index in elsewhere:
             self.parameters[index].detach().copy_(flat.view(index))
 
-    def own_range(self, index: int) -> tuple[int, int]:
-        """As Shards.own_range."""
+    def own_range(self, index: int, rank: int | None = None) -> tuple[int, int]:
+        """As Shards.own_range. rank: of another one."""
         flat = next(flat for flat in self._flats if index in flat.begins)
-        first = self._rank * flat.shard_elements
+        first = (self._rank if rank is None else rank) * flat.shard_elements
         begin = max(first - flat.begins[index], 0)
         end = min(first + flat.shard_elements - flat.begins[index], self.parameters[index].numel())
         return (begin, end) if begin < end else (0, 0)

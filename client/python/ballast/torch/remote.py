@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..errors import FailedPreconditionError, NotFoundError
 from ..restore import is_one
-from ..session import HyperParameters
-from . import dcp, owners
+from ..session import Decision, HyperParameters
+from . import dcp, owners, uneven
 from .binding import Binding, Kept, NothingToResume
 from .ddp import check_reduction, living_with, whole_on_several_ranks
 from .description import check_group, not_held
@@ -35,6 +37,7 @@ class Remote(torch.optim.Optimizer):
     _binding: Binding | None = None
     _moments: list[Moments | None] | None = None  # By parameter: of a state that was loaded, until a job has them.
     _settings: dict[str, Any] | None = None  # While it is made.
+    _settings_of_others: list[HyperParameters] | None = None  # While a rank that has joined is bound.
     _full_state = False
     _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
 
@@ -45,6 +48,7 @@ class Remote(torch.optim.Optimizer):
                  credentials: dict[str, str | None]):
         self._forget_steps()
         self._kept = Kept()
+        uneven.register(self)
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
@@ -110,7 +114,11 @@ class Remote(torch.optim.Optimizer):
             raise RuntimeError("step() talks with the service, which a CUDA graph cannot record; capture forward and "
                                "backward only, and call step() after the replay")
         binding = self._bound(new=True)
-        decision = binding.step(self._loss_scale(), self.param_groups)
+        self._end_step(binding.step(self._loss_scale(), self.param_groups))
+        return loss
+
+    def _end_step(self, decision: Decision) -> None:
+        binding = self._binding
         self._logged.clear()
         self.grad_norm = decision.norm
         self.clip_coefficient = decision.clip_coefficient
@@ -119,11 +127,36 @@ class Remote(torch.optim.Optimizer):
         if self.skipped is not None and not hasattr(self, "found_inf"):  # Which it sets around step().
             if self._skips % _SKIPS_A_WARNING == 0 and binding.rank == 0:
                 warnings.warn(f"step {decision.step} changed nothing: {self.skipped} ({self._skips} skipped before; "
-                              "optimizer.skipped is the reason of each step)", stacklevel=3)
+                              "optimizer.skipped is the reason of each step)", stacklevel=4)
             self._skips += 1
         self._tell_step()
         binding.forget_given()
-        return loss
+
+    def _shadow(self, call: uneven.Call, receive: Callable[..., dict[int, torch.Tensor]]) -> None:
+        """On a rank that has joined: what the others do. receive: see Binding.shadow."""
+        self._settings_of_others = call.settings
+        try:
+            binding = self._bound(new=True)
+        finally:
+            self._settings_of_others = None
+        if call.what == "undo":
+            self.undo_step()
+        elif call.what != "bind":
+            decision = binding.shadow(call, receive, self.param_groups)
+            if decision is not None:
+                self._end_step(decision)
+
+    def _end_shadow(self) -> None:
+        if self._binding is not None:
+            self._binding.end_shadow()
+
+    def _end_join(self, group: dist.ProcessGroup | None) -> None:
+        """All ranks have joined."""
+        if self._binding is not None:
+            self._binding.end_join(group)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def log(self, **numbers: float | torch.Tensor) -> None:
         """Numbers of the step that comes next, such as loss=loss, tokens_per_second=n / seconds, **{"eval/loss": x}: the
@@ -246,6 +279,7 @@ class Remote(torch.optim.Optimizer):
                 bound.settle(again=True)
                 self._tell_step()
         if self._binding is None:
+            uneven.call(self._parameters(), lambda: uneven.Call("bind", settings=self._current_hyper_parameters()))
             self._name_by_module()
             group = self.param_groups[0]
             resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
@@ -275,7 +309,7 @@ class Remote(torch.optim.Optimizer):
 
     def _model(self) -> torch.nn.Module | None:
         """What was given as module=, or else a DistributedDataParallel, if one is found."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         if self.module is None and whole_on_several_ranks(parameters, self._settings["process_group"]):
             return next(iter(living_with(parameters)), None)
         return self.module
@@ -293,7 +327,7 @@ class Remote(torch.optim.Optimizer):
         return 1.0 if scale is None else float(scale)
 
     def _current_hyper_parameters(self) -> list[HyperParameters]:
-        return [self._hyper_parameters(group) for group in self.param_groups]
+        return self._settings_of_others or [self._hyper_parameters(group) for group in self.param_groups]
 
     def _hyper_parameters(self, group: dict[str, Any]) -> HyperParameters:
         for name in ("lr", "eps", "weight_decay"):  # Else the service refuses them, when the step has begun.
@@ -332,6 +366,7 @@ class Remote(torch.optim.Optimizer):
         if "_settings" in state:  # load_state_dict comes here without.
             self._forget_steps()
             self._kept = Kept()
+            uneven.register(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._binding is not None:
@@ -375,7 +410,7 @@ class Remote(torch.optim.Optimizer):
         if self._binding is not None and not (self._full_state and self._settings["service"] is None):
             self._binding.save()
         state = super().state_dict()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         if self._moments is not None:  # No service has them yet.
             for index, moments in enumerate(self._moments):
                 if index in state["state"]:  # A parameter that is there twice counts where it is first.
@@ -450,7 +485,7 @@ class Remote(torch.optim.Optimizer):
         """The job that is made later has these moments, and is no other one's continuation."""
         for group, of_group in zip(self.param_groups, names):
             group.update(job_uid="", job_step=0, param_names=of_group)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         for parameter, values in zip(parameters, moments):
             if parameter in self.state:
                 self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()

@@ -55,10 +55,11 @@ class GradientStream:
                  part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None],
                  seal: Callable[[], Sealed], failed: Callable[[], bool], on_gpu: bool):
         self.begun = False
+        self.discards = 0  # In this step, of which all ranks must have as many.
         self.sealed: Sealed | None = None
         self.closed = False
         self.left: dict[int, Seen] = {}  # In this step: `.grad` as it was then, see seen.
-        self._came = [0] * len(hooked)  # How often, in this step.
+        self.came = [0] * len(hooked)  # How often, in this step; on all ranks alike.
         self._leaves_at = [times] * len(hooked)
         self.frees = frees
         self._freed: set[int] = set()  # Since zero_grad().
@@ -95,6 +96,7 @@ class GradientStream:
             self._copies.close()
             self._copies = None
         self._forget()
+        self.discards = 0
 
     def move_to(self, session: Session) -> None:
         self._session = session
@@ -133,8 +135,8 @@ class GradientStream:
     def comes(self, index: int) -> bool:
         """A gradient has come; whether it leaves now."""
         with self._lock:
-            self._came[index] += 1
-            return self._came[index] == self._leaves_at[index]
+            self.came[index] += 1
+            return self.came[index] == self._leaves_at[index]
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """What this process has of a parameter's gradient goes to the service, once in a step."""
@@ -203,12 +205,13 @@ class GradientStream:
     def finish(self) -> None:
         """The step is decided."""
         if not self.frees:
-            self._leaves_at = [came or before for came, before in zip(self._came, self._leaves_at)]
+            self._leaves_at = [came or before for came, before in zip(self.came, self._leaves_at)]
         self._forget()
+        self.discards = 0
 
     def _forget(self) -> None:
         self._forget_gradients()
-        self._came = [0] * len(self._came)
+        self.came = [0] * len(self.came)
         self._backwards.clear()
 
     def discard(self) -> None:
@@ -225,9 +228,21 @@ class GradientStream:
             self._copies.wait()
         with self._session.part():
             if self.begun:
-                self._session.discard()
+                self._discard()
             self._forget_gradients()
         return True
+
+    def catch_up(self, discards: int, came: list[int]) -> None:
+        """As if what has come on another rank, and been discarded there, had been so here."""
+        self.came = came
+        while self.discards < discards and not self._failed():
+            with self._session.part():
+                self._discard()
+                self._forget_gradients()
+
+    def _discard(self) -> None:
+        self._session.discard()
+        self.discards += 1
 
     def _forget_gradients(self) -> None:
         self.begun, self.sealed = False, None
