@@ -99,7 +99,7 @@ def _averaging(module: DistributedDataParallel):
                 streams.add(stream)
                 if stream.comes(index):
                     given.append((stream, index, parameter))
-                    taken.append((stream, index, gradient))
+                    taken.append((stream, index, _laid_out(gradient, parameter)))
         if bucket.is_last():
             # In the backward, of those that it may be, at whose end DDP writes .grad.
             at_end_of_backward(end)
@@ -118,6 +118,16 @@ def _averaging(module: DistributedDataParallel):
         return reduced.then(give)
 
     return average
+
+
+def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """DDP lays gradients in a bucket as their parameters lie, if those are dense; the bucket says row-major always."""
+    elements = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape)):
+        if size != 1 and stride != elements:
+            return gradient
+        elements *= size
+    return gradient.as_strided(parameter.shape, parameter.stride())
 
 
 def _in_backward() -> bool:
