@@ -339,6 +339,7 @@ def joins(rank, world_size, service, job, inputs, how="plain", **options):
 
     def train(made):
         model, seen = torch.nn.Sequential(torch.nn.BatchNorm1d(4), *model_of()), []
+        model[1].weight.data = model[1].weight.data.t().contiguous().t()
         parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)
         optimizer = made(model, parallel)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=how == "scales")

@@ -533,11 +533,9 @@ class Binding:
             if parameter.requires_grad and parameter.grad is not None}
 
         def call_of() -> uneven.Call:
-            begun = self.stream is not None and self.stream.begun
-            now = self._hyper_parameters()
-            discards, came = self._attempts()
-            return uneven.Call(what, discards=discards, came=came, begun=begun, begun_with=self._begun_with if begun else now, settings=now,
-                               loss_scale=loss_scale, clip=sealed and sealed.clip_so_far())
+            begun, now = self.stream is not None and self.stream.begun, self._hyper_parameters()
+            return uneven.Call(what, attempts=self.attempts(), begun=begun, settings=now, loss_scale=loss_scale,
+                               begun_with=self._begun_with if begun else now, clip=sealed and sealed.clip_so_far())
 
         self._in_join = uneven.call(self.parameters, call_of, gradients, self.places)
 
@@ -551,7 +549,7 @@ class Binding:
             if call.clip is None:
                 self.end_shadow()  # What was sealed is not the step's.
                 if self.stream is not None:
-                    self.stream.catch_up(call.discards, call.came)
+                    self.stream.catch_up(*call.attempts)
                 self._take_over(receive({index: self.parameters[index] for index in call.given}, self.places))
                 if call.begun and not self.stream.begun:
                     self._begin_early()
@@ -577,19 +575,18 @@ class Binding:
                 self.stream.discard()
             self._put_back()
 
-    def end_join(self, group: dist.ProcessGroup) -> None:
-        """All ranks have joined: what has not been stepped on leaves in the next step(), as often as on any rank."""
-        if self.stream is not None and self.stream.begun:
-            self._take_back()
-        of_all: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_all, self._attempts(), group=group)
-        if self.stream is not None:
-            self.stream.catch_up(max(discards for discards, _ in of_all), [max(each) for each in zip(*(
-                came for _, came in of_all))])
+    def attempts(self, at_end: bool = False) -> tuple[int, list[int]]:
+        """At the step that comes next, as all ranks must have made them: how often what had left was discarded, and each
+        gradient has come. at_end: of the join, where what has left is discarded."""
+        if self.stream is None:
+            return 0, []
+        return self.stream.discards + (at_end and self.stream.begun), self.stream.came
 
-    def _attempts(self) -> tuple[int, list[int]]:
-        """Of the step that comes next: what was discarded, and how often each gradient has come."""
-        return (0, []) if self.stream is None else (self.stream.discards, self.stream.came)
+    def end_join(self, of_ranks: list[tuple[int, list[int]]]) -> None:
+        """All ranks have joined, with these attempts: what is not stepped on leaves in the next step()."""
+        if self.stream is not None:
+            self.stream.catch_up(max(discards for discards, _ in of_ranks),
+                                 [max(came) for came in zip(*(came for _, came in of_ranks))])
 
     def _take_over(self, gradients: dict[int, torch.Tensor]) -> None:
         """Except of what has left in a backward of this rank itself."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..errors import FailedPreconditionError, NotFoundError
@@ -146,15 +145,6 @@ class Remote(torch.optim.Optimizer):
             if decision is not None:
                 self._end_step(decision)
 
-    def _end_shadow(self) -> None:
-        if self._binding is not None:
-            self._binding.end_shadow()
-
-    def _end_join(self, group: dist.ProcessGroup | None) -> None:
-        """All ranks have joined."""
-        if self._binding is not None:
-            self._binding.end_join(group)
-
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
@@ -279,7 +269,8 @@ class Remote(torch.optim.Optimizer):
                 bound.settle(again=True)
                 self._tell_step()
         if self._binding is None:
-            uneven.call(self._parameters(), lambda: uneven.Call("bind", settings=self._current_hyper_parameters()))
+            if not attach:
+                uneven.call(self._parameters(), lambda: uneven.Call("bind", settings=self._current_hyper_parameters()))
             self._name_by_module()
             group = self.param_groups[0]
             resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None

@@ -27,14 +27,13 @@ _wrapped = _answers = False
 @dataclasses.dataclass
 class Call:
     """What a rank with input does, and joined ranks with it. of: the first parameter of its optimizer, by its index
-    among those of the join. discards: since the last step, in which gradients have come so often. begun: the step has begun, with those settings. settings:
+    among those of the join. attempts: see Binding.attempts. begun: the step has begun, with those settings. settings:
     those of now. clip: of a step that was sealed before; else `given` says which parameters have a gradient, by their
     index in the job."""
 
     what: str  # "bind", "seal", "step" or "undo".
     of: int = 0
-    discards: int = 0
-    came: list[int] = dataclasses.field(default_factory=list)
+    attempts: tuple[int, list[int]] | None = None
     begun: bool = False
     begun_with: Any = None
     settings: Any = None
@@ -55,8 +54,8 @@ def register(optimizer: Any) -> None:
 
 def call(parameters: Iterable[torch.Tensor], call_of: Callable[[], Call], gradients: Mapping[int, torch.Tensor] = {},
          places: Any = None) -> bool:
-    """In a join: has the ranks that have joined do the same. By all ranks that have not. gradients: by index in the job, of
-    a call that has no clip. Whether there is a join."""
+    """In a join: has the ranks that have joined do the same. By all ranks that have not. gradients: by index in the job,
+    of a call that has no clip. Returns whether there is a join."""
     join, index = _join_of(parameters)
     if join is None or _answers:
         return join is not None
@@ -85,10 +84,11 @@ def _present(told: float, ranks: int) -> int:
     return present
 
 
-def _exchanged(ours: Call | None, group: Any, ranks: int) -> list[Call | None]:
-    calls: list[Call | None] = [None] * ranks
-    dist.all_gather_object(calls, ours, group=group)
-    return calls
+def _exchanged(ours: Any, group: Any, ranks: int) -> list[Any]:
+    """By rank."""
+    of_all: list[Any] = [None] * ranks
+    dist.all_gather_object(of_all, ours, group=group)
+    return of_all
 
 
 def _parts(tensors: Mapping[int, torch.Tensor], places: Any, rank: int) -> list[list[tuple[int, int, int]]]:
@@ -173,10 +173,15 @@ def _count(original):
         ranks = dist.get_world_size(self._process_group)
         while _present(number := original(self), ranks):
             _answer(self, ranks)
-        for optimizer in _optimizers_of(self):
-            optimizer._end_shadow()
-            if number == 0:
-                optimizer._end_join(self._process_group)
+        bound = {_join_of(optimizer._parameters())[1]: optimizer._binding for optimizer in _optimizers_of(self)
+                 if optimizer._binding is not None}
+        for binding in bound.values():
+            binding.end_shadow()
+        if number == 0 and bound:  # All have joined.
+            ours = {of: binding.attempts(at_end=True) for of, binding in bound.items()}
+            of_all = _exchanged(ours, self._process_group, ranks)
+            for of, binding in bound.items():
+                binding.end_join([attempts[of] for attempts in of_all if of in attempts])
         return number
 
     return _get_num_nonjoined_procs
