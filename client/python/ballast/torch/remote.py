@@ -47,7 +47,6 @@ class Remote(torch.optim.Optimizer):
                  credentials: dict[str, str | None]):
         self._forget_steps()
         self._kept = Kept()
-        uneven.register(self)
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
@@ -79,6 +78,7 @@ class Remote(torch.optim.Optimizer):
             check_overlap_weights({name: parameter for group in self.param_groups
                                    for name, parameter in zip(group["param_names"], group["params"])
                                    if parameter.requires_grad}, module)
+        uneven.register(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
