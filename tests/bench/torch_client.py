@@ -135,7 +135,7 @@ def returns(parameters, steps, turns):
 
     def trainer_of(overlap_weights):
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(24)])
-        optimizer = ballast.torch.AdamW(model.named_parameters(), overlap_weights=overlap_weights, module=model)
+        optimizer = ballast.torch.AdamW(model.named_parameters(), overlap_weights=overlap_weights)
 
         def seconds():
             model(batch).square().mean().backward()

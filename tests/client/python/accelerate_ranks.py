@@ -26,9 +26,8 @@ def accelerate(rank, world_size, service, job, sharded):
     """The losses of torch's optimizer, and of ours in several ways, and whether gradients left during backward."""
     def ours(number, **options):
         def make(model):
-            given = {"module": model} if "overlap_weights" in options else {}
             return ballast.torch.AdamW(model.named_parameters(), lr=3e-3, service=service, job=f"{job}-{number}",
-                                       **options, **given)
+                                       **options)
         return make
 
     ways = [lambda model: torch.optim.AdamW(model.named_parameters(), lr=3e-3), ours(0), ours(1, overlap=True),

@@ -38,8 +38,6 @@ class InterruptsTest(unittest.TestCase):
 
     def training(self, mode, **options):
         model = Model()
-        if mode == "overlap_weights":
-            options["module"] = model
         options = {"service": self.service.address, "job": f"{mode}-{next(_numbers)}"} | _MODES[mode] | options
         return model, ballast.torch.AdamW(names(model), lr=0.01, **options)
 

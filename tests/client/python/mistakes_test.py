@@ -30,8 +30,6 @@ sys.stdin.read()
 
 
 def optimizer_of(model, **options):
-    if options.get("overlap_weights"):
-        options["module"] = model
     return ballast.torch.AdamW(names(model), lr=0.01, **options)
 
 

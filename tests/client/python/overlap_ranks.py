@@ -38,10 +38,10 @@ def has_left(optimizer):
             binding.stream.first_changed(binding.parameters) is None)
 
 
-def train(model, optimizer, rank, accumulation, syncs, evaluates=False):
-    """syncs: called with whether the gradients of the next backward are reduced. Returns how many steps' gradients
-    had left before step()."""
-    left = 0
+def train(model, optimizer, rank, accumulation, syncs, averages=False):
+    """syncs: called with whether the gradients of the next backward are reduced. averages: of the weights, are made by
+    hand after each step, and are the weights in the end. Returns how many steps' gradients had left before step()."""
+    left, average = 0, {name: p.detach().clone() for name, p in model.named_parameters()} if averages else {}
     for step in range(5):
         optimizer.zero_grad()
         for micro_step in range(accumulation):
@@ -49,20 +49,23 @@ def train(model, optimizer, rank, accumulation, syncs, evaluates=False):
             loss_of(model, batch(10 * step + micro_step, rank), used_seldom(step)).backward()
         left += has_left(optimizer)
         optimizer.step()
-        if evaluates:
-            with torch.no_grad():
-                loss_of(model, batch(step, rank), False)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters() if averages else ():
+                average[name].lerp_(parameter, 0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters() if averages else ():
+            parameter.copy_(average[name])
     return left
 
 
-def fsdp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, replicas=1, evaluates=False,
+def fsdp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, replicas=1, averages=False,
          **options):
     model = shard(Model(), mesh_of(world_size, replicas))
     optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, weight_decay=0.1, service=service, job=job,
-                                    overlap=overlap, module=model, **options)
+                                    overlap=overlap, **options)
     left = train(model, optimizer, rank, accumulation,
-                 model.set_requires_gradient_sync if no_sync else lambda _: None, evaluates)
-    optimizer.wait_for_weights()
+                 model.set_requires_gradient_sync if no_sync else lambda _: None, averages)
+    assert optimizer.overlap_weights == (options.get("overlap_weights", False) and replicas == 1)
     optimizer.close()
     return [digest(model), left]
 
@@ -74,7 +77,7 @@ def fsdp_with_deaths(rank, world_size, service, job, steps, holder=0):
 
     model = shard(Model(), mesh_of(world_size, 1))
     optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, weight_decay=0.1, service=service, job=job,
-                                    overlap=True, overlap_weights=True, module=model)
+                                    overlap=True, overlap_weights=True)
     killed = []
 
     def may_kill(step, instant):
@@ -90,7 +93,6 @@ def fsdp_with_deaths(rank, world_size, service, job, steps, holder=0):
         optimizer.step()
         may_kill(step, 3)
         optimizer.zero_grad()
-    optimizer.wait_for_weights()
     optimizer.close()
     return [digest(model), len(killed)]
 
@@ -104,7 +106,7 @@ class Checkpointed(torch.nn.Linear):
         return checkpoint(lambda y: torch.tanh(super(Checkpointed, self).forward(y)), x, use_reentrant=True)
 
 
-def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, beside=False, overlap_weights=False,
+def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, beside=False,
         checkpoints=False, optimizers=1, **options):
     """beside: with a parameter that is not the module's, whose gradient the trainer averages itself. checkpoints: with
     reentrant ones, in whose backwards, inside the backward, some buckets are complete. optimizers: how many share the
@@ -118,8 +120,7 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
     scale = torch.nn.Parameter(torch.ones(()))
     named = [*module.named_parameters(), *([("scale", scale)] if beside else [])]
     made = [ballast.torch.AdamW(named[number::optimizers], lr=0.02, service=service, job=f"{job}-{number}",
-                                overlap=overlap, overlap_weights=overlap_weights,
-                                module=module if overlap_weights else None) for number in range(optimizers)]
+                                overlap=overlap) for number in range(optimizers)]
 
     def syncs(reduced):
         model.require_backward_grad_sync = reduced or not no_sync  # As no_sync() sets it.
@@ -138,7 +139,6 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
         for optimizer in made:
             optimizer.step()
     for optimizer in made:
-        optimizer.wait_for_weights()
         optimizer.close()
     return [digest(module) + str(scale.item()) * beside, left]
 
@@ -393,30 +393,31 @@ def refusals(rank, world_size, service, job):
     return said
 
 
-def _two_steps(model, optimizer, rank, loss):
-    """Whose weights are coming."""
-    for step in range(2):
-        loss(model, step, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer._binding._returning.coming
-
-
 def reads_shards_alone(rank, world_size, service, job):
-    """How many weights are awaited still after each way to read them on one rank alone."""
+    """How many weights are awaited still after each way to read them, all of them, on one rank alone."""
     model = shard(Model(), mesh_of(world_size, 1))
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, overlap=True,
-                                    overlap_weights=True, module=model)
+                                    overlap_weights=True)
     left = []
     for name, read in {"a state": model.state_dict, "a wait": optimizer.wait_for_weights,
-                       "a part's state": model.layers[0].state_dict,
-                       "a copy": lambda: copy.deepcopy(next(model.parameters())),
-                       "a pickle": lambda: pickle.dumps(next(model.parameters())),
+                       "copies": lambda: copy.deepcopy(list(model.parameters())),
+                       "pickles": lambda: pickle.dumps(list(model.parameters())),
+                       "parts": lambda: [p.to_local() for p in model.parameters()],
+                       "their memory": lambda: [p._local_tensor.data_ptr() for p in model.parameters()],
+                       "data": lambda: [p.data for p in model.parameters()],
+                       "norms": lambda: [p.detach().square() for p in model.parameters()],
+                       "an average": lambda: torch._foreach_mul(list(model.parameters()), 0.5),
                        "unshard": lambda: model.unshard()}.items():
-        _two_steps(model, optimizer, rank, lambda model, step, rank: loss_of(model, batch(step, rank), False))
+        for step in range(2):
+            loss_of(model, batch(step, rank), False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        coming = optimizer._binding.returning.coming
+        assert len(coming) == sum(p.requires_grad for p in model.parameters()), (name, coming)
         if rank == 0 or name == "unshard":  # Which gathers.
-            read()
-            left.append(len(optimizer._binding._returning.coming))
+            with torch.no_grad():
+                read()
+            left.append(len(optimizer._binding.returning.coming))
         model.reshard()
         dist.barrier()
         optimizer.wait_for_weights()
@@ -424,33 +425,30 @@ def reads_shards_alone(rank, world_size, service, job):
     return left
 
 
-def reads_replicas_alone(rank, world_size, service, job):
-    """What is said, on rank 0 alone, of what only all ranks can do."""
+def reads_replicas_alone(rank, world_size, service, job, overlap_weights):
+    """With DDP, rank 0 alone reads after each step: a state, an evaluation, an average made by hand. What it had, and
+    whether weights come after the step."""
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
     model = torch.nn.parallel.DistributedDataParallel(module)
-    optimizer = ballast.torch.AdamW(module.named_parameters(), service=service, job=job, overlap_weights=True,
-                                    module=model)
-    _two_steps(model, optimizer, rank, lambda model, step, rank: model(batch(step, rank)).square().mean())
-
-    def evaluate():
-        with torch.no_grad():
-            model(batch(0, rank))
-
-    said = []
-    for read in (module.state_dict, evaluate, lambda: module(batch(0, rank)), optimizer.close):
-        try:
-            if rank == 0:
-                read()
-            said.append("wait_for_weights() on all ranks" if rank else "nothing")
-        except ballast.FailedPreconditionError as error:
-            said.append(str(error))
-    state = optimizer.state_dict() if rank == 0 else {"param_groups": [{"job_step": 2}]}
-    said.append(f"the state of step {state['param_groups'][0]['job_step']}")
+    optimizer = ballast.torch.AdamW(module.named_parameters(), service=service, job=f"{job}-{overlap_weights}",
+                                    overlap_weights=overlap_weights)
+    average = [torch.zeros(p.shape) for p in module.parameters()]
+    sha, losses = hashlib.sha256(), []
+    for step in range(3):
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                torch._foreach_lerp_(average, list(module.parameters()), 0.5)
+                losses.append(module(batch(9, 0)).square().mean().item())
+            for value in [*module.state_dict().values(), *average]:
+                sha.update(value.numpy().tobytes())
+    state = optimizer.state_dict() if rank == 0 else None
+    overlaps = optimizer.overlap_weights
+    if rank == 0:
+        optimizer.close()
     dist.barrier()
-    optimizer.wait_for_weights()
-    module.state_dict()
-    evaluate()
-    said.append(len(optimizer._binding._returning.coming))
     optimizer.close()
-    return said
+    return [losses, sha.hexdigest(), state and state["param_groups"][0]["job_step"], overlaps]

@@ -23,8 +23,6 @@ def services():
 
 
 def optimizer_of(model, **options):
-    if options.get("overlap_weights"):
-        options["module"] = model
     return ballast.torch.AdamW(names(model), lr=0.01, **options)
 
 

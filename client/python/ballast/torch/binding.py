@@ -81,7 +81,7 @@ class Binding:
     session: Session | None = None
     peers: Peers | None = None
     stream: GradientStream | None = None
-    _returning: ReturningWeights | None = None
+    returning: ReturningWeights | None = None
     _process = 0
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: Callable[[], list[HyperParameters]], *,
@@ -104,7 +104,6 @@ class Binding:
         self._hyper_parameters = _weakly(hyper_parameters)  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
         self._has_warned = False  # Of a step without any gradient.
-        self._in_join = False  # Of ranks with uneven inputs.
         self._own_gradients: list[torch.Tensor | None] | None = None  # While this rank, which has joined, has others'.
         self._saved_step: int | None = None
         self._undos = self._closings = 0  # That were asked for.
@@ -125,14 +124,13 @@ class Binding:
         for parameter in self.parameters:
             patches.release(parameter)
         # An accelerator, or a trainer, may have wrapped the module since the optimizer was made.
-        if (overlap or overlap_weights) and whole_on_several_ranks(self.parameters, process_group):
+        if overlap and whole_on_several_ranks(self.parameters, process_group):
             module = ddp_of(self.parameters, module)
-            if overlap:
-                check_reduction(module)
+            check_reduction(module)
         self._module = module
         trained = {index: parameter for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
         if overlap_weights:
-            check_overlap_weights({self.names[index]: parameter for index, parameter in trained.items()}, module)
+            check_overlap_weights((self.names[index], parameter) for index, parameter in trained.items())
         self.mesh = mesh_of(self.names, self.parameters)
         ranks = self._ranks(process_group)
         self.world_size = len(ranks)
@@ -145,17 +143,17 @@ class Binding:
                 self._open(self._job_of(job, described, update), process_group, service, timeout, reconnect_timeout,
                            resume, new, attach, checkpoint)
                 self._moments = None
-            if overlap_weights:
-                self._returning = ReturningWeights(module, trained, {index: self.names[index] for index in trained},
-                                                   self.places.together)
+            if overlap_weights and not self.places.together:
+                self.returning = ReturningWeights(trained, {index: self.names[index] for index in trained})
         except BaseException:
             self.close()
             raise
 
     def __del__(self):
-        if self._process == os.getpid() and self._returning is not None and not self.failed:
+        if self._process == os.getpid() and self.returning is not None and not self.failed:
             with contextlib.suppress(Exception):  # No weak reference finds it any more.
-                self._take_coming(sorted(self._returning.coming), True)
+                if self.returning.has_readers():
+                    self._take_coming(sorted(self.returning.coming), True)
         self.close(with_job=True)
 
     def close(self, with_job: bool = False) -> None:
@@ -165,8 +163,8 @@ class Binding:
             return
         if self.stream is not None:
             self.stream.close()
-        if self._returning is not None:
-            self._returning.close()
+        if self.returning is not None:
+            self.returning.close()
         failed = self.failed
         own = self._kept.service
         if self.peers is not None:
@@ -521,6 +519,8 @@ class Binding:
                 decision = decide()
                 self._end(decision)
                 self._applied = given
+            if self.returning is not None:
+                self.returning.take_held()
         return decision
 
     def _call_joined(self, what: str, loss_scale: float = 1.0) -> None:
@@ -537,7 +537,7 @@ class Binding:
             return uneven.Call(what, attempts=self.attempts(), begun=begun, settings=now, loss_scale=loss_scale,
                                begun_with=self._begun_with if begun else now, clip=sealed and sealed.clip_so_far())
 
-        self._in_join = uneven.call(self.parameters, call_of, gradients, self.places)
+        uneven.call(self.parameters, call_of, gradients, self.places)
 
     def shadow(self, call: uneven.Call, receive: Callable[..., dict[int, torch.Tensor]],
                param_groups: list[dict[str, Any]]) -> Decision | None:
@@ -606,29 +606,29 @@ class Binding:
         self._given = self._applied = None
 
     def _end(self, decision: Decision) -> None:
-        comes_later = self._returning is not None and decision.applied and not self._in_join
+        comes_later = self.returning is not None and decision.applied
         if not comes_later:
             self.session.receive_weights()
         self._clock.lap("wait")
-        self.step_count = decision.step
-        if comes_later:
-            self._in_step = True
-            # Ranks that gather them from each other do so in the next forward, even if no one has the optimizer any more.
-            self._returning.begin(self._take_coming if self.places.together else _weakly(self._take_coming))
-        elif decision.applied:
-            self._take_weights()
-            self._clock.lap("reduce" if self.places.together else "wait")
+        self.step_count, self._in_step = decision.step, comes_later
         if self.stream is not None:
             self.stream.finish()
         elif self._overlap:
             self.stream = self._start_stream()
+        if comes_later:
+            self.places.notify()
+            self._elsewhere = self.places.elsewhere()
+            self.returning.begin(_weakly(self._take_coming), self._views_of)
+        elif decision.applied:
+            self._take_weights()
+            self._clock.lap("reduce" if self.places.together else "wait")
 
-    def wait_for_weights(self, together: bool = True) -> None:
-        """Returns when the weights of the last step are in the parameters. together: all ranks call it."""
+    def wait_for_weights(self) -> None:
+        """Returns when the weights of the last step are in the parameters."""
         if self.is_torn:
             self.settle()
-        if self._returning is not None:
-            self._returning.wait(together=together)
+        if self.returning is not None:
+            self.returning.wait()
             self.end_step()
 
     def end_step(self) -> None:
@@ -639,7 +639,7 @@ class Binding:
                 self._in_step = False
 
     def _take_coming(self, indices: list[int], at_end: bool) -> None:
-        """See ReturningWeights."""
+        """See ReturningWeights.begin."""
         if self.is_torn:
             return self.settle()
         if at_end:
@@ -647,13 +647,17 @@ class Binding:
         with self._waiting():
             if self._in_step:
                 self.session.await_weights(indices)
-            changed = self._watch.changed(indices)
-            if changed:
-                raise RuntimeError(f"parameter {self.names[changed[0]]} was changed, or moved, while its weights were "
-                                   "coming back: call the optimizer's wait_for_weights() after step() and before that")
             with self._part():
-                self.places.deliver(None if self.places.together else indices)
+                for index in indices:
+                    if index in self._elsewhere:
+                        self._elsewhere.pop(index).copy_(self.places.places[index])
+                self.returning.arrived(indices)
                 self._watch.remember(indices)
+
+    def _views_of(self, index: int) -> list[torch.Tensor]:
+        """The tensors that this has of the parameter's memory."""
+        elsewhere = [self._elsewhere[index]] if index in self._elsewhere else []
+        return [self.places.places[index], *elsewhere, *self._watch.views_of(index)]
 
     @contextlib.contextmanager
     def _waiting(self):
@@ -694,8 +698,8 @@ class Binding:
         self._reopening = True
         if self.stream is not None:
             self.stream.leave_session()
-        if self._returning is not None:
-            self._returning.forget()
+        if self.returning is not None:
+            self.returning.close()
         self.session.close(wait=True)
         self.session, self._in_step = self._open_session(job_uid=self.job_uid), False
         if self.peers is not None:
@@ -816,12 +820,8 @@ class Binding:
 
     def _prepare_begin(self, in_step: bool = False) -> None:
         """What may be found wrong before a step begins."""
-        if self._returning is not None:
-            if in_step and self._returning.none_read() and any(p.grad is not None for p in self.parameters):
-                raise RuntimeError("step() has gradients, and no forward of module= was seen since the last one, so "
-                                   "they may be of old weights: call the optimizer's wait_for_weights() before such a "
-                                   "forward, or create the optimizer with overlap_weights=False")
-            self._returning.wait(together=in_step, read=False)
+        if self.returning is not None:
+            self.returning.wait()
             self.end_step()
         self._check_untouched(all_of_it=in_step)
         self._begun_with = self._hyper_parameters()

@@ -97,12 +97,11 @@ class AdamW(Adam):
     By default that is as often as in the step before, and `.grad` stays. A DistributedDataParallel is found at the first
     step; where several have the parameters, module: the one that is trained.
 
-    overlap_weights: step() returns when the step is decided, and the weights come back while the next forward runs: a
-    hook before the forward of each submodule of module=, the model, waits for those of its own parameters. The bits are the same. What reads all of them waits for all: a forward without gradients, FSDP2
-    and DDP, state_dict() of module= and its parts, close(), copies of the model. What reads parameters otherwise, such
-    as averages of weights or a forward that uses those of submodules that it does not call, comes after
-    `wait_for_weights`. A gradient of a parameter that no forward has waited for is an error, and so is a parameter that
-    is written while its weights come. An error while weights are coming is raised where they are awaited.
+    overlap_weights: step() returns when the step is decided, and the weights come back while the next forward runs.
+    A parameter waits for its own before anything reads it; compiled modules, CUDA graphs and FSDP2 wait where they begin.
+    The bits are the same. Where ranks have weights from each other (DDP, HSDP) they come in step(), and the property
+    overlap_weights is False. Code that reads memory by an address that it has kept calls `wait_for_weights` first. An
+    error while weights are coming is raised where they are awaited.
 
     The job is created, or joined, at the first step; then its weights are those of the parameters. The errors
     are those of torch for arguments, and `ballast.BallastError` for what the service refuses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -51,25 +51,24 @@ class Shards:
         """Which elements this rank owns, of what it has of the parameter: [begin, end), empty where it owns none."""
         return 0, local(self.parameters[index]).numel() if self.owned[index] else 0
 
-    def deliver(self, indices: Iterable[int] | None = None) -> None:
-        """The weights that the session has written, to the parameters, by default all of them; autograd is notified.
-        Some only if the ranks do it each when it likes."""
-        written = []
-        for index in range(len(self.parameters)) if indices is None else indices:
-            if not self._written[index]:
-                continue
-            parameter, place, address = self.parameters[index], self.places[index], self._addresses[index]
-            here = parameter
-            if isinstance(parameter, DTensor):
-                written.append(parameter)
-                here = parameter._local_tensor
-            if here.data_ptr() == address:
-                written.append(here)
-            else:
-                local(parameter).copy_(place)
-        torch.autograd.graph.increment_version(written)
+    def deliver(self) -> None:
+        """The weights that the session has written, to all parameters; autograd is notified."""
+        self.notify()
+        for index, here in self.elsewhere().items():
+            here.copy_(self.places[index])
         for (dims, _, _), members in self._replicas.items():
             self._broadcast(dims, members)
+
+    def notify(self) -> None:
+        """Tells autograd that what it has saved of the parameters is of old weights."""
+        written = [parameter for parameter, is_written in zip(self.parameters, self._written) if is_written]
+        torch.autograd.graph.increment_version(
+            written + [parameter._local_tensor for parameter in written if isinstance(parameter, DTensor)])
+
+    def elsewhere(self) -> dict[int, torch.Tensor]:
+        """What this rank has of those parameters to whose own memory the session does not write."""
+        return {index: local(parameter) for index, parameter in enumerate(self.parameters)
+                if self._written[index] and _address(parameter) != self._addresses[index]}
 
     def _broadcast(self, dims: tuple[int, ...], members: list[int]) -> None:
         # After the last dimension all have the owner's: on the way ranks pass on what they have so far.
@@ -115,7 +114,7 @@ class Flats:
 
     together = True
 
-    def deliver(self, indices: None = None) -> None:
+    def deliver(self) -> None:
         for flat in self._flats:
             self._gather(flat, self.parameters[flat.members[0]].device)
 
@@ -225,6 +224,10 @@ def _is_owner(mesh, placements: tuple[int | None, ...] | None) -> bool:
     if mesh is None or placements is None:
         return True
     return all(cut is not None or at == 0 for cut, at in zip(placements, mesh.get_coordinate()))
+
+
+def _address(parameter: torch.Tensor) -> int:
+    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).data_ptr()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

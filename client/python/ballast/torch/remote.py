@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import FailedPreconditionError, NotFoundError
 from ..restore import is_one
 from ..session import Decision, HyperParameters
-from . import dcp, owners, uneven
+from . import dcp, guard, owners, uneven
 from .binding import Binding, Kept, NothingToResume
 from .ddp import check_reduction, living_with, whole_on_several_ranks
 from .description import check_group, not_held
@@ -75,9 +75,9 @@ class Remote(torch.optim.Optimizer):
         if overlap and isinstance(module, torch.nn.parallel.DistributedDataParallel):
             check_reduction(module)
         if overlap_weights:
-            check_overlap_weights({name: parameter for group in self.param_groups
-                                   for name, parameter in zip(group["param_names"], group["params"])
-                                   if parameter.requires_grad}, module)
+            check_overlap_weights((name, parameter) for group in self.param_groups
+                                  for name, parameter in zip(group["param_names"], group["params"])
+                                  if parameter.requires_grad)
         uneven.register(self)
 
     @property
@@ -176,6 +176,12 @@ class Remote(torch.optim.Optimizer):
         return self._binding is not None and self._binding.stream is not None
 
     @property
+    def overlap_weights(self) -> bool:
+        """Whether step() returns before the weights are there: from the first step on, if that was asked for, and unless
+        ranks have weights from each other."""
+        return self._binding is not None and self._binding.returning is not None
+
+    @property
     def module(self) -> torch.nn.Module | None:
         """What was given as module=. It may be set before the first step(), attach() or load_state_dict(), after which
         that is a RuntimeError."""
@@ -190,9 +196,8 @@ class Remote(torch.optim.Optimizer):
 
     @torch.no_grad()
     def wait_for_weights(self) -> None:
-        """With overlap_weights: returns when the weights of the last step() are in the parameters, for what reads them
-        elsewhere than in a forward of module=: averages of weights, norms of them, a backup. On all ranks, or, where
-        they gather weights from each other (DDP, HSDP), by all ranks."""
+        """With overlap_weights: returns when the weights of the last step() are in the parameters, for what reads their
+        memory by an address that it has from before. All else waits by itself."""
         if self._binding is not None:
             self._binding.wait_for_weights()
 
@@ -226,9 +231,7 @@ class Remote(torch.optim.Optimizer):
     @torch.no_grad()
     def close(self, save: bool = False, job: bool = False) -> None:
         """Ends the session, and the service that was started for it. On a service that was not, the job stays, and so do
-        its memory and its state. The weights stay in the parameters. Where weights are coming that ranks gather from
-        each other, it is a FailedPreconditionError, and nothing is closed, until all ranks have called
-        `wait_for_weights`.
+        its memory and its state. The weights stay in the parameters.
 
         job: closes the job, too, which frees its memory. save: the same, after the service has saved it in a new
         checkpoint, in the folder of the job's name; `attach(resume=True)` goes on from there. All ranks call it. If that
@@ -242,10 +245,9 @@ class Remote(torch.optim.Optimizer):
             try:
                 if not self._binding.failed:
                     self._binding.settle()
-                    self._binding.wait_for_weights(together=False)
-            except Exception as error:
-                if not isinstance(error, FailedPreconditionError) or self._binding.failed:  # Else they can still come.
-                    self._release()
+                    self._binding.wait_for_weights()
+            except Exception:
+                self._release()
                 raise
         self._release()
 
@@ -400,7 +402,8 @@ class Remote(torch.optim.Optimizer):
             self._tell_step()
         if self._binding is not None and not (self._full_state and self._settings["service"] is None):
             self._binding.save()
-        state = super().state_dict()
+        with guard.reading_none():  # A state is there also where weights are not, and will not be.
+            state = super().state_dict()
         parameters = self._parameters()
         if self._moments is not None:  # No service has them yet.
             for index, moments in enumerate(self._moments):

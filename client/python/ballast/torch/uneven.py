@@ -53,18 +53,18 @@ def register(optimizer: Any) -> None:
 
 
 def call(parameters: Iterable[torch.Tensor], call_of: Callable[[], Call], gradients: Mapping[int, torch.Tensor] = {},
-         places: Any = None) -> bool:
+         places: Any = None) -> None:
     """In a join: has the ranks that have joined do the same. By all ranks that have not. gradients: by index in the job,
-    of a call that has no clip. Returns whether there is a join."""
+    of a call that has no clip."""
     join, index = _join_of(parameters)
     if join is None or _answers:
-        return join is not None
+        return
     group, ranks = join._process_group, dist.get_world_size(join._process_group)
     told = torch.full((1,), ranks + 1.0, device=join._device)
     dist.all_reduce(told, group=group)
     present = _present(told.item(), ranks)
     if present == ranks:
-        return True
+        return
     ours = dataclasses.replace(call_of(), of=index, given=sorted(gradients))
     calls = _exchanged(ours, group, ranks)
     if next(rank for rank, said in enumerate(calls) if said is not None) == join._rank:
@@ -72,7 +72,6 @@ def call(parameters: Iterable[torch.Tensor], call_of: Callable[[], Call], gradie
             for parts in _parts(gradients, places, rank):
                 flat = torch.cat([gradients[index].reshape(-1)[begin:end] for index, begin, end in parts])
                 dist.send(flat.to(join._device), dist.get_global_rank(group or dist.group.WORLD, rank), group=group)
-    return True
 
 
 def _present(told: float, ranks: int) -> int:
@@ -143,12 +142,6 @@ def _enter(original):
         entered = original(self)
         if self._enable:
             _joins.append(self)
-            try:
-                for optimizer in _optimizers_of(self):
-                    optimizer.wait_for_weights()  # Together: some ranks may have no input at all.
-            except BaseException:
-                _joins.remove(self)
-                raise
         return entered
 
     return __enter__

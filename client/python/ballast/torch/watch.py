@@ -40,10 +40,14 @@ class Watch:
                 if index in self._kept:
                     self._kept[index].keep_one(index)
 
-    def changed(self, indices: Sequence[int] | None = None) -> list[int]:
-        """Which of these autograd knows to have been written since, or to have other memory."""
-        return [index for index in (range(len(self._parameters)) if indices is None else indices)
-                if self._parameters[index].requires_grad and _seen(self._parameters[index]) != self._seen[index]]
+    def changed(self) -> list[int]:
+        """Which of them autograd knows to have been written since, or to have other memory."""
+        return [index for index, parameter in enumerate(self._parameters)
+                if parameter.requires_grad and _seen(parameter) != self._seen[index]]
+
+    def views_of(self, index: int) -> list[torch.Tensor]:
+        """Of the parameter's memory."""
+        return [self._kept[index].view_of(index)] if index in self._kept else []
 
     def first_written(self) -> int | None:
         """One whose elements have changed, by any write. On a GPU this waits for it."""
@@ -87,6 +91,9 @@ class Samples:
 
     def keep_one(self, index: int) -> None:
         self._values[self.places[index]] = self._views[index]
+
+    def view_of(self, index: int) -> torch.Tensor:
+        return self._views[index]
 
     def changed(self) -> list[int]:
         now = _bits(torch.cat(list(self._views.values())))
