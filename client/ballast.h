@@ -370,6 +370,28 @@ typedef int32_t (*ballast_values)(void* context, size_t parameter, int32_t plane
  * it. */
 int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t* update_counts,
                           size_t count, ballast_values values, void* context);
+
+/* Planes of parameters that are written between two steps, in place of what the last one has left:
+ * by all ranks, with the same structure. Step and generation stay; that step cannot be undone any
+ * more. */
+typedef struct ballast_state_write {
+  size_t size;
+  const size_t* parameters;     /* Their indices, ascending; of trainable ones. */
+  size_t count;                 /* Of them, at least 1. */
+  const int32_t* planes;        /* Of ballast_plane, ascending. */
+  size_t plane_count;           /* 0: the update counts alone. */
+  const int64_t* update_counts; /* Of each, at most the committed step; null: they stay. */
+  double timeout_seconds;       /* The longest wait for the other ranks' parts; 0: 600. */
+} ballast_state_write;
+
+/* `values` as of ballast_upload_by, of those planes and parameters. Returns when all ranks have
+ * brought their parts and the whole is the job's state. FAILED_PRECONDITION: another rank writes
+ * something else, or has begun the next step. INVALID_ARGUMENT: a value is not finite, or a square
+ * below zero. RESOURCE_EXHAUSTED: the service has no room for the values beside the state.
+ * DEADLINE_EXCEEDED, after timeout_seconds, names the ranks that have brought nothing. CANCELLED:
+ * `values` has ended it. */
+int32_t ballast_write_state(ballast_session* session, const ballast_state_write* write,
+                            ballast_values values, void* context);
 /* The committed weights of this rank, to options.weights or ballast_weights_memory. */
 int32_t ballast_read_weights(ballast_session* session);
 

@@ -242,6 +242,19 @@ class Session {
   virtual absl::Status UploadState(
       const FirstState& state,
       const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
+  // Writes planes of parameters between two steps, in place of what the last one has left: all ranks
+  // with the same write, of which `step` and `number` are filled in here. For each chunk that holds
+  // any of it `fill` writes chunk.elements values of each of write.planes, one plane behind the
+  // other; what is not of those parameters counts for nothing. It may be called again, as above.
+  // Returns when all ranks have brought their parts, and the whole is the job's state. What the
+  // trainer's memory has of weights stays as it is. The step before cannot be undone any more.
+  // FAILED_PRECONDITION (OTHER_SETTINGS): another rank writes something else, or has begun the next
+  // step. INVALID_ARGUMENT: a value is not finite, or a square below zero. RESOURCE_EXHAUSTED: the
+  // service has no room for the values beside the state. DEADLINE_EXCEEDED, after `timeout`, names
+  // the ranks that have brought nothing.
+  virtual absl::Status WriteState(
+      StateWrite write, absl::Duration timeout,
+      const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
   // Reads the committed weights of this rank's chunks into place. Waits, up to join_timeout, for
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;

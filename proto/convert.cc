@@ -248,6 +248,60 @@ absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode) {
   }
 }
 
+v1::Plane ToProto(Plane plane) {
+  switch (plane) {
+    case Plane::kMaster:
+      return v1::MASTER;
+    case Plane::kExpAvg:
+      return v1::EXP_AVG;
+    case Plane::kExpAvgSq:
+      return v1::EXP_AVG_SQ;
+    case Plane::kMaxExpAvgSq:
+      return v1::MAX_EXP_AVG_SQ;
+  }
+  return v1::PLANE_UNSPECIFIED;
+}
+
+absl::StatusOr<Plane> FromProto(v1::Plane plane) {
+  switch (plane) {
+    case v1::MASTER:
+      return Plane::kMaster;
+    case v1::EXP_AVG:
+      return Plane::kExpAvg;
+    case v1::EXP_AVG_SQ:
+      return Plane::kExpAvgSq;
+    case v1::MAX_EXP_AVG_SQ:
+      return Plane::kMaxExpAvgSq;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrCat("plane is ", static_cast<int>(plane),
+                       ", which is none of MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ"));
+  }
+}
+
+v1::StateWrite ToProto(const StateWrite& write) {
+  v1::StateWrite message;
+  message.set_step(write.step);
+  message.set_number(write.number);
+  for (const Plane plane : write.planes) message.add_planes(ToProto(plane));
+  message.mutable_parameters()->Add(write.parameters.begin(), write.parameters.end());
+  message.mutable_update_counts()->Add(write.update_counts.begin(), write.update_counts.end());
+  return message;
+}
+
+absl::StatusOr<StateWrite> FromProto(const v1::StateWrite& message) {
+  StateWrite write = {
+      .step = message.step(),
+      .number = message.number(),
+      .parameters = {message.parameters().begin(), message.parameters().end()},
+      .update_counts = {message.update_counts().begin(), message.update_counts().end()}};
+  for (const int plane : message.planes()) {
+    BALLAST_ASSIGN_OR_RETURN(const Plane known, FromProto(static_cast<v1::Plane>(plane)));
+    write.planes.push_back(known);
+  }
+  return write;
+}
+
 v1::DType ToProto(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:

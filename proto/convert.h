@@ -39,6 +39,12 @@ Activity FromProto(const v1::Activity& activity);
 v1::Generation ToProto(const Generation& generation);
 Generation FromProto(const v1::Generation& generation);
 
+v1::Plane ToProto(Plane plane);
+// INVALID_ARGUMENT for an unknown plane, here and below.
+absl::StatusOr<Plane> FromProto(v1::Plane plane);
+v1::StateWrite ToProto(const StateWrite& write);
+absl::StatusOr<StateWrite> FromProto(const v1::StateWrite& write);
+
 v1::DType ToProto(DType dtype);
 v1::UpdateMode ToProto(UpdateMode mode);
 // INVALID_ARGUMENT for an unknown mode.

@@ -223,7 +223,8 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   return job;
 }
 
-// 0 stands for the default.
+}  // namespace
+
 absl::Status ReadSeconds(double seconds, const char* name, absl::Duration& out) {
   if (seconds == 0) return absl::OkStatus();
   // Written so that NaN is refused.
@@ -234,8 +235,6 @@ absl::Status ReadSeconds(double seconds, const char* name, absl::Duration& out) 
   out = absl::Seconds(seconds);
   return absl::OkStatus();
 }
-
-}  // namespace
 
 absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& given) {
   BALLAST_RETURN_IF_ERROR(CheckStructure(given.job, "ballast_job"));

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "client/ballast.h"
 #include "client/c_api/gradient_giver.h"
 #include "client/credentials.h"
@@ -26,6 +27,8 @@ absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, int group_count)
 // Null: the default vote.
 absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot, int group_count);
 absl::StatusOr<Last> ReadLast(int32_t last);
+// 0 leaves what `out` has.
+absl::Status ReadSeconds(double seconds, const char* name, absl::Duration& out);
 
 }  // namespace ballast::client
 

@@ -29,6 +29,7 @@
 #include "client/connect.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
 
 namespace ballast::client {
 
@@ -345,6 +346,58 @@ int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t
     } catch (const EndedByCaller& by) {
       return absl::CancelledError(
           absl::StrCat("the function that writes first weights returned ", by.status));
+    }
+  });
+}
+
+int32_t ballast_write_state(ballast_session* session, const ballast_state_write* write,
+                            ballast_values values, void* context) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckStructure(write, "ballast_state_write"));
+    const auto given = CRead(write);
+    if (values == nullptr) return absl::InvalidArgumentError("values is null");
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.parameters, "parameters"));
+    if (given.plane_count > 0) BALLAST_RETURN_IF_ERROR(CheckGiven(given.planes, "planes"));
+    absl::Duration timeout = absl::Minutes(10);
+    BALLAST_RETURN_IF_ERROR(ReadSeconds(given.timeout_seconds, "timeout_seconds", timeout));
+    ballast::StateWrite state;
+    for (size_t i = 0; i < given.count; ++i) {
+      // One that there is not is refused below.
+      state.parameters.push_back(
+          static_cast<int>(std::min<size_t>(given.parameters[i], ballast::kMaxParameters)));
+    }
+    for (size_t i = 0; i < given.plane_count; ++i) {
+      BALLAST_ASSIGN_OR_RETURN(
+          const ballast::Plane plane,
+          ballast::proto::FromProto(static_cast<ballast::v1::Plane>(given.planes[i])));
+      state.planes.push_back(plane);
+    }
+    if (given.update_counts != nullptr) {
+      state.update_counts.assign(given.update_counts, given.update_counts + given.count);
+    }
+    const Layout& layout = session->session->layout();
+    const auto fill = [&](int chunk, absl::Span<float> out) {
+      const size_t elements = layout.chunks()[chunk].elements;
+      for (size_t plane = 0; plane < state.planes.size(); ++plane) {
+        layout.VisitParts(chunk, [&](const ChunkPart& part) {
+          if (!std::binary_search(state.parameters.begin(), state.parameters.end(),
+                                  part.parameter)) {
+            return true;
+          }
+          const int32_t ended =
+              values(context, part.parameter, given.planes[plane], part.part_offset, part.elements,
+                     out.data() + plane * elements + part.chunk_offset);
+          if (ended != 0) throw EndedByCaller{ended};
+          return true;
+        });
+      }
+    };
+    try {
+      return session->session->WriteState(state, timeout, fill);
+    } catch (const EndedByCaller& by) {
+      return absl::CancelledError(
+          absl::StrCat("the function that writes state returned ", by.status));
     }
   });
 }

@@ -52,6 +52,7 @@ Command CloseCommand();
 Command GroupsCommand();
 Command SetGroupCommand();
 Command StateCommand();
+Command WriteStateCommand();
 Command HistoryCommand();
 Command TraceCommand();
 Command SaveCommand();

@@ -120,16 +120,14 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
 }  // namespace
 
 std::vector<Command> AllCommands() {
-  std::vector<Command> commands = {JobsCommand(),      JobCommand(),
-                                   HistoryCommand(),   GroupsCommand(),
-                                   StateCommand(),     TraceCommand(),
-                                   SetGroupCommand(),  SaveCommand(),
-                                   LoadCommand(),      ImportCommand(),
-                                   ExportCommand(),    CheckpointsCommand(),
-                                   VerifyCommand(),    DeleteCheckpointCommand(),
-                                   AbortStepCommand(), UndoCommand(),
-                                   CloseCommand(),     PlanCommand(),
-                                   DoctorCommand(),    CompletionCommand()};
+  std::vector<Command> commands = {
+      JobsCommand(),        JobCommand(),      HistoryCommand(),
+      GroupsCommand(),      StateCommand(),    WriteStateCommand(),
+      TraceCommand(),       SetGroupCommand(), SaveCommand(),
+      LoadCommand(),        ImportCommand(),   ExportCommand(),
+      CheckpointsCommand(), VerifyCommand(),   DeleteCheckpointCommand(),
+      AbortStepCommand(),   UndoCommand(),     CloseCommand(),
+      PlanCommand(),        DoctorCommand(),   CompletionCommand()};
   for (Command& command : commands) AddCommonFlags(command);
   return commands;
 }

@@ -160,6 +160,32 @@ absl::Status Service::ReadState(
       [&](const absl::Status& status) { return MayHeal(status); });
 }
 
+absl::StatusOr<v1::WriteStateResponse> Service::WriteState(
+    v1::WriteStateRequest first, const std::function<absl::StatusOr<std::string>()>& next) {
+  BALLAST_RETURN_IF_ERROR(Connect());
+  grpc::ClientContext context;
+  SetDeadline(context);
+  v1::WriteStateResponse response;
+  const auto writer = state_->WriteState(&context, &response);
+  // If a write fails, the service has ended the call, and Finish returns its reason.
+  for (bool goes_on = writer->Write(first); goes_on;) {
+    absl::StatusOr<std::string> data = next();
+    if (!data.ok()) {
+      context.TryCancel();
+      writer->Finish();
+      return data.status();
+    }
+    if (data->empty()) break;
+    v1::WriteStateRequest part;
+    part.set_data(*std::move(data));
+    goes_on = writer->Write(part);
+  }
+  writer->WritesDone();
+  const grpc::Status status = writer->Finish();
+  if (!status.ok()) return Explain(status);
+  return response;
+}
+
 absl::Status Service::ReadTrace(
     const v1::TraceJobRequest& request,
     const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {

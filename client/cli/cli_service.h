@@ -71,6 +71,10 @@ class Service {
   // All of it again where the service goes away and comes back within --wait of the call's begin.
   absl::Status ReadState(const v1::ReadStateRequest& request, const std::function<void()>& begin,
                          const std::function<absl::Status(const v1::ReadStateResponse&)>& receive);
+  // Sends what `next` returns, until that is empty or an error, which ends the call. Not again: what
+  // was written before may have been trained on since.
+  absl::StatusOr<v1::WriteStateResponse> WriteState(
+      v1::WriteStateRequest first, const std::function<absl::StatusOr<std::string>()>& next);
   // Calls `receive` for each part of a trace, in order; its first error ends the call.
   absl::Status ReadTrace(const v1::TraceJobRequest& request,
                          const std::function<absl::Status(const v1::TraceJobResponse&)>& receive);

@@ -1,4 +1,4 @@
-// state.
+// state and write-state.
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -9,7 +9,7 @@
 #include "client/cli/cli_print.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
-#include "client/cli/npy_writer.h"
+#include "client/cli/npy.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/suggestions.h"
 #include "proto/convert.h"
@@ -21,7 +21,7 @@ struct StateRequest {
   std::string job;
   std::string parameter;
   v1::Plane plane = v1::PLANE_UNSPECIFIED;  // All planes.
-  std::string out;                          // Empty: print a summary.
+  std::string file;                         // That is written or read; empty: a summary is printed.
 };
 
 absl::Status SuggestParameter(Service& service, const absl::Status& status,
@@ -109,7 +109,7 @@ absl::StatusOr<std::string> WriteFile(Service& service, const StateRequest& requ
   v1::ReadStateRequest message;
   message.set_name(proto::ParameterName(request.job, request.parameter));
   message.set_plane(request.plane == v1::PLANE_UNSPECIFIED ? v1::MASTER : request.plane);
-  PlaneDownload download(request.out);
+  PlaneDownload download(request.file);
   const absl::Status read = service.ReadState(
       message, [&] { download.Begin(); },
       [&](const v1::ReadStateResponse& part) { return download.Receive(part); });
@@ -121,37 +121,78 @@ absl::StatusOr<std::string> WriteFile(Service& service, const StateRequest& requ
                  {"plane", plane},
                  {"step", download.step()},
                  {"shape", download.shape()},
-                 {"file", request.out},
+                 {"file", request.file},
                  {"bytes", download.bytes()}});
   }
   return absl::StrCat("wrote ", plane, " of ", request.parameter, " at step ", download.step(),
                       ", fp32 ", FormatShape(download.shape()), ", ", FormatBytes(download.bytes()),
-                      ", to ", request.out, "\n");
+                      ", to ", request.file, "\n");
 }
 
-absl::StatusOr<Action> PrepareState(const Arguments& arguments) {
-  StateRequest request{.job = arguments.positional(0),
-                       .parameter = arguments.positional(1),
-                       .out = arguments.Get("out", "")};
-  if (arguments.Has("out") && request.out.empty()) {
-    return absl::InvalidArgumentError("--out needs the name of a file");
+constexpr size_t kBytesOfMessage = 256 << 10;
+
+absl::StatusOr<std::string> WriteState(Service& service, const StateRequest& request, bool json) {
+  BALLAST_ASSIGN_OR_RETURN(NpyReader file, NpyReader::Open(request.file));
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, true));
+  const std::string name = proto::ParameterName(request.job, request.parameter);
+  for (const v1::Parameter& parameter : job.parameters()) {
+    const std::vector<int64_t> shape(parameter.shape().begin(), parameter.shape().end());
+    if (parameter.name() != name || shape == file.shape()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(request.file, " has shape ",
+                                                   FormatShape(file.shape()), ", and ",
+                                                   request.parameter, " has ", FormatShape(shape)));
   }
+  v1::WriteStateRequest first;
+  first.set_name(name);
+  first.set_plane(request.plane);
+  const absl::StatusOr<v1::WriteStateResponse> written =
+      service.WriteState(first, [&] { return file.Read(kBytesOfMessage); });
+  if (!written.ok()) return SuggestParameter(service, written.status(), request);
+  const std::string plane = Name(request.plane);
+  if (json) {
+    return Dump({{"parameter", request.parameter}, {"plane", plane}, {"step", written->step()}});
+  }
+  return absl::StrCat(plane, " of ", request.parameter, " is ", request.file, " now, after step ",
+                      written->step(), "\n");
+}
+
+absl::StatusOr<v1::Plane> PlaneOf(const Arguments& arguments) {
   static const std::map<std::string, v1::Plane> kPlanes = {{"", v1::PLANE_UNSPECIFIED},
                                                            {"master", v1::MASTER},
                                                            {"exp_avg", v1::EXP_AVG},
                                                            {"exp_avg_sq", v1::EXP_AVG_SQ},
                                                            {"max_exp_avg_sq", v1::MAX_EXP_AVG_SQ}};
   const auto plane = kPlanes.find(arguments.Get("plane", ""));
-  if (plane == kPlanes.end()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("no plane '", arguments.Get("plane", ""),
-                     "'; there are master, exp_avg, exp_avg_sq and max_exp_avg_sq"));
+  if (plane != kPlanes.end()) return plane->second;
+  return absl::InvalidArgumentError(
+      absl::StrCat("no plane '", arguments.Get("plane", ""),
+                   "'; there are master, exp_avg, exp_avg_sq and max_exp_avg_sq"));
+}
+
+absl::StatusOr<Action> PrepareState(const Arguments& arguments) {
+  StateRequest request{.job = arguments.positional(0),
+                       .parameter = arguments.positional(1),
+                       .file = arguments.Get("out", "")};
+  if (arguments.Has("out") && request.file.empty()) {
+    return absl::InvalidArgumentError("--out needs the name of a file");
   }
-  request.plane = plane->second;
+  BALLAST_ASSIGN_OR_RETURN(request.plane, PlaneOf(arguments));
   return [request](Service& service, bool json) {
-    return request.out.empty() ? Summarize(service, request, json)
-                               : WriteFile(service, request, json);
+    return request.file.empty() ? Summarize(service, request, json)
+                                : WriteFile(service, request, json);
   };
+}
+
+absl::StatusOr<Action> PrepareWriteState(const Arguments& arguments) {
+  StateRequest request{.job = arguments.positional(0),
+                       .parameter = arguments.positional(1),
+                       .file = arguments.positional(2)};
+  BALLAST_ASSIGN_OR_RETURN(request.plane, PlaneOf(arguments));
+  if (request.plane == v1::PLANE_UNSPECIFIED) {
+    return absl::InvalidArgumentError(
+        "write-state needs --plane=master, exp_avg, exp_avg_sq or max_exp_avg_sq");
+  }
+  return [request](Service& service, bool json) { return WriteState(service, request, json); };
 }
 
 }  // namespace
@@ -169,6 +210,21 @@ Command StateCommand() {
                          {"out", "FILE.npy", "write the plane to this file, for NumPy"}}},
       .timeout_seconds = 600,
       .prepare = PrepareState};
+}
+
+Command WriteStateCommand() {
+  return {
+      .spec = {.name = "write-state",
+               .positionals = {"JOB", "PARAMETER", "FILE.npy"},
+               .summary = "write a plane of a parameter, between two steps of a run",
+               .details = "The file has all of the plane in fp32. It is written once no step is "
+                          "in progress, whole or\nnot at all; the run goes on. Trainers have "
+                          "written weights (master) with those of the next step.\nThe step "
+                          "before cannot be undone any more.",
+               .flags = {{"plane", "PLANE",
+                          "master, exp_avg, exp_avg_sq or max_exp_avg_sq; required"}}},
+      .timeout_seconds = 600,
+      .prepare = PrepareWriteState};
 }
 
 }  // namespace ballast::client::cli

@@ -46,6 +46,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status UploadState(
       const FirstState& state,
       const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
+  absl::Status WriteState(
+      StateWrite write, absl::Duration timeout,
+      const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
   absl::Status ReadWeights() override;
   absl::Status LoadCheckpoint(const std::string& directory) override;
   absl::Status SaveCheckpoint(const std::string& directory) override;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/session/join.h"
 #include "client/session/log.h"
 #include "client/session/retry.h"
@@ -80,12 +81,13 @@ absl::Status SessionImpl::SendFirstWeights(
   const absl::Status sent = RetryBetweenSteps(
       [&] {
         ++attempts;
-        response = transport_->UploadWeights(open, chunks, [&](int chunk) {
-          const Chunk& of = layout_.chunks()[chunk];
-          std::vector<float> values(planes[of.group] * of.elements);
-          fill(chunk, absl::MakeSpan(values));
-          return values;
-        });
+        response =
+            transport_->UploadWeights(open, absl::InfiniteDuration(), chunks, [&](int chunk) {
+              const Chunk& of = layout_.chunks()[chunk];
+              std::vector<float> values(planes[of.group] * of.elements);
+              fill(chunk, absl::MakeSpan(values));
+              return values;
+            });
         return response.status();
       },
       [](const absl::Status& status) {
@@ -104,6 +106,47 @@ absl::Status SessionImpl::SendFirstWeights(
         absl::StrCat("the service took ", response->chunks(), " of ", chunks.size(), " chunks"));
   }
   return absl::OkStatus();
+}
+
+absl::Status SessionImpl::WriteState(
+    StateWrite write, absl::Duration timeout,
+    const std::function<void(int chunk, absl::Span<float> out)>& fill) {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("WriteState"));
+  const std::string context = absl::StrCat(Context(), ": writing state");
+  // Before the write is complete no rank gets another number.
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
+  write.step = committed_step_;
+  write.number = job.state_writes() + 1;
+  BALLAST_RETURN_IF_ERROR(Annotate(Validate(write, options_.job), context));
+  v1::OpenTrain open = OpenMessage();
+  *open.mutable_state_write() = proto::ToProto(write);
+  std::vector<int> chunks = ChunksOf(write, layout_);
+  std::erase_if(chunks, [&](int chunk) { return layout_.chunks()[chunk].rank != options_.rank; });
+  const absl::Status written = RetryBetweenSteps(
+      [&] {
+        return transport_
+            ->UploadWeights(
+                open, timeout, chunks,
+                [&](int chunk) {
+                  std::vector<float> values(write.planes.size() * layout_.chunks()[chunk].elements);
+                  fill(chunk, absl::MakeSpan(values));
+                  return values;
+                })
+            .status();
+      },
+      // ABORTED: as of first weights.
+      [](const absl::Status& status) {
+        return absl::IsUnavailable(status) || absl::IsAborted(status);
+      });
+  if (!absl::IsDeadlineExceeded(written)) return Annotate(written, context);
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job late, GetJob());
+  std::vector<int> awaited;
+  for (const v1::RankProgress& rank : late.ranks()) {
+    if (!rank.writes_state() && rank.rank() != options_.rank) awaited.push_back(rank.rank());
+  }
+  return absl::DeadlineExceededError(
+      absl::StrCat(context, ": rank ", absl::StrJoin(awaited, ", "),
+                   " has not brought its part; all ranks write the same before they begin a step"));
 }
 
 absl::Status SessionImpl::ReadWeights() {

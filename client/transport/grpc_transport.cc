@@ -66,15 +66,18 @@ class GrpcTransport final : public Transport {
   }
 
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
-      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
     BALLAST_ASSIGN_OR_RETURN(const auto channel, connection_.Connected(short_limit_));
-    BlockingCall call(channel, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
+    BlockingCall call(channel, "/ballast.v1.TrainService/UploadWeights",
+                      std::min(limit, kLongLimit), calls_);
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
     // If a write fails, the service has ended the call, and Finish returns its reason.
     if (call.Write(proto::SerializeControl(first))) {
-      SendWeights(call, open.first_state().step(), chunks, fill);
+      SendWeights(call,
+                  open.has_state_write() ? open.state_write().step() : open.first_state().step(),
+                  chunks, fill);
     }
     grpc::ByteBuffer answer;
     // Looked at after Finish: a status says more than that there is no answer.

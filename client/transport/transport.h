@@ -61,10 +61,10 @@ class Transport {
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
   virtual absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) = 0;
 
-  // Sends `open`, then the weights of each of `chunks` as `fill` returns them, with the step of
-  // open.first_state.
+  // Sends `open`, then the values of each of `chunks` as `fill` returns them, with the step of
+  // open.first_state or open.state_write. DEADLINE_EXCEEDED as of CreateJob.
   virtual absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
-      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) = 0;
   // Calls `place` for each chunk that arrives; its first error ends the call and is returned.
   // Returns the step of the weights.

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cctype>
+#include <functional>
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
@@ -23,6 +25,11 @@ absl::string_view Name(UnusedPolicy policy) {
 }
 
 absl::string_view Name(OnAbort on_abort) { return on_abort == OnAbort::kSkip ? "skip" : "redo"; }
+
+template <typename T>
+bool IsAscending(const std::vector<T>& values) {
+  return std::adjacent_find(values.begin(), values.end(), std::greater_equal<T>()) == values.end();
+}
 
 }  // namespace
 
@@ -90,6 +97,67 @@ absl::Status Validate(const FirstState& state, const JobSpec& spec) {
         parameters[p].trainable ? "" : ", which is frozen", "; it may have 0 to ", most));
   }
   return absl::OkStatus();
+}
+
+absl::Status Validate(const StateWrite& write, const JobSpec& spec) {
+  const std::vector<ParameterSpec>& parameters = spec.layout.parameters;
+  const auto wrong = [&](const auto&... why) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a write of state of job ", spec.name, " ", why...));
+  };
+  if (write.parameters.empty() || (write.planes.empty() && write.update_counts.empty())) {
+    return wrong("names no parameter, or nothing of one");
+  }
+  if (!IsAscending(write.parameters) || !IsAscending(write.planes)) {
+    return wrong("names parameters or planes that are not in ascending order");
+  }
+  if (write.parameters.front() < 0 ||
+      write.parameters.back() >= static_cast<int>(parameters.size())) {
+    return wrong("names parameter ", write.parameters.back(), " of ", parameters.size());
+  }
+  if (!write.update_counts.empty() && write.update_counts.size() != write.parameters.size()) {
+    return wrong("has ", write.update_counts.size(), " update counts of ", write.parameters.size(),
+                 " parameters");
+  }
+  for (size_t i = 0; i < write.parameters.size(); ++i) {
+    const ParameterSpec& parameter = parameters[write.parameters[i]];
+    if (!parameter.trainable) return wrong("names ", parameter.name, ", which is frozen");
+    const bool amsgrad = spec.groups[parameter.group].hyper_parameters.amsgrad;
+    if (!write.planes.empty() && write.planes.back() == Plane::kMaxExpAvgSq && !amsgrad) {
+      return wrong("has max_exp_avg_sq of ", parameter.name, ", whose group has no amsgrad");
+    }
+    if (write.update_counts.empty()) continue;
+    const int64_t count = write.update_counts[i];
+    if (count < 0 || static_cast<uint64_t>(count) > write.step) {
+      return wrong("gives ", parameter.name, " ", count, " updates; at step ", write.step,
+                   " it may have 0 to ", write.step);
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string WhatIsWritten(const StateWrite& write, const JobSpec& spec) {
+  std::string text = write.planes.empty()
+                         ? "the update count"
+                         : absl::StrJoin(write.planes, " and ", [](std::string* out, Plane plane) {
+                             absl::StrAppend(out, Name(plane));
+                           });
+  absl::StrAppend(&text, " of ", spec.layout.parameters[write.parameters.front()].name);
+  const size_t more = write.parameters.size() - 1;
+  if (more > 0) absl::StrAppend(&text, " and ", more, " more");
+  return text;
+}
+
+std::vector<int> ChunksOf(const StateWrite& write, const Layout& layout) {
+  std::vector<int> chunks;
+  if (write.planes.empty()) return chunks;
+  for (const int parameter : write.parameters) {
+    const std::vector<int> of_parameter = layout.ChunksOfParameter(parameter);
+    chunks.insert(chunks.end(), of_parameter.begin(), of_parameter.end());
+  }
+  std::sort(chunks.begin(), chunks.end());
+  chunks.erase(std::unique(chunks.begin(), chunks.end()), chunks.end());
+  return chunks;
 }
 
 std::string FirstDifference(const JobSpec& a, const JobSpec& b) {

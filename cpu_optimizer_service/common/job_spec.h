@@ -3,11 +3,13 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -83,6 +85,28 @@ struct FirstState {
 // That the words in which a job's chunks are kept can say.
 inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;
 
+// What the state of a parameter consists of, fp32.
+enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq };
+inline constexpr int kMaxPlanes = 4;
+// "master", "exp_avg", ...
+inline constexpr std::array<absl::string_view, kMaxPlanes> kPlaneNames = {
+    "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+inline absl::string_view Name(Plane plane) { return kPlaneNames[static_cast<int>(plane)]; }
+
+// Planes of parameters that are written between two steps, in place of what a step has left there.
+// The step's number and the generation stay.
+struct StateWrite {
+  uint64_t step = 0;  // The committed step that it follows.
+  // Counts the ranks' writes of a job, from 1. A rank whose answer was lost brings it again.
+  uint64_t number = 0;
+  std::vector<Plane> planes;    // Ascending. None: the update counts alone.
+  std::vector<int> parameters;  // Ascending, at least one.
+  // Of each of those, 0 to `step`. Empty: they stay.
+  std::vector<int64_t> update_counts;
+
+  bool operator==(const StateWrite&) const = default;
+};
+
 // 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.
 bool IsJobName(absl::string_view name);
 // INVALID_ARGUMENT unless IsJobName.
@@ -91,6 +115,11 @@ absl::Status CheckJobName(absl::string_view name);
 // INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters.
 absl::Status Validate(const JobSpec& spec);
 absl::Status Validate(const FirstState& state, const JobSpec& spec);
+absl::Status Validate(const StateWrite& write, const JobSpec& spec);
+// "exp_avg and exp_avg_sq of h.0.w and 3 more".
+std::string WhatIsWritten(const StateWrite& write, const JobSpec& spec);
+// The chunks that hold elements of what is written, ascending.
+std::vector<int> ChunksOf(const StateWrite& write, const Layout& layout);
 
 // Empty if the two describe the same training, else one line naming the first difference, `a`
 // first. Hyper-parameters may differ: they change during a run. So may the update mode: it changes

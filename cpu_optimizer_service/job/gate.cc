@@ -42,6 +42,7 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // Up to the decision's record: a decision that is being made finds its step gone (kUpdate).
     {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
     {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},         // kUndo
+    {kGrant, kWait, kWait, kWait, kWait, kWait, kWait, kLoad, kClos},     // kWrite
     // The engine's own, as kReplaceState: each is for one phase, and in every other one the step
     // that it was for has been given up.
     {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},  // kDecide
@@ -64,6 +65,7 @@ bool NeedsWholeState(Admission admission) {
     case Admission::kRead:
     case Admission::kReadNow:
     case Admission::kUndo:
+    case Admission::kWrite:
       return true;
     default:
       return false;
@@ -88,9 +90,9 @@ std::string Gate::ToString() const {
 
 std::string_view Name(Admission admission) {
   constexpr std::array<std::string_view, kAdmissions> kNames = {
-      "attach",   "open stream",  "quiet rank", "rank memory",   "snapshot", "read",
-      "read now", "discard",      "supersede",  "abort",         "undo",     "decide",
-      "update",   "finish clear", "load",       "replace state", "close"};
+      "attach",   "open stream", "quiet rank",   "rank memory", "snapshot",      "read",
+      "read now", "discard",     "supersede",    "abort",       "undo",          "write",
+      "decide",   "update",      "finish clear", "load",        "replace state", "close"};
   return kNames[static_cast<int>(admission)];
 }
 
@@ -123,6 +125,7 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
       waits = state.phase == Phase::kSealed && state.readers > 0;
       break;
     case Admission::kUndo:
+    case Admission::kWrite:
     case Admission::kDecide:
     case Admission::kReplaceState:
       // These readers have pinned nothing, and what follows writes where they read.

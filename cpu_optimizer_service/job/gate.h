@@ -17,7 +17,7 @@
 // and nothing else. What was under way ends, and moves it no more.
 //
 // Beside the phase, the gate counts what is under way outside the job's lock: readers of committed
-// state, which hold back a decision, an undo and a load; ranks that add gradients, sums and provisional
+// state, which hold back a decision, an undo, a write and a load; ranks that add gradients, sums and provisional
 // updates that are computed, which a decision or a clearing waits for.
 //
 // A call that needs the job in a certain condition asks for an Admission. It is granted, refused
@@ -65,6 +65,7 @@ enum class Admission : uint8_t {
   kSupersede,     // A rank gives more of chunks; no update of what they had runs any more.
   kAbort,         // An operator aborts the step; never waits.
   kUndo,          // The last committed step is undone: nothing is read any more.
+  kWrite,         // State is written between steps: nothing is read any more.
   kDecide,        // A sealed step begins to be decided.
   kUpdate,        // The decision is made: nothing is being computed any more.
   kFinishClear,   // A clearing ends: nothing of the step is under way any more.
@@ -72,7 +73,7 @@ enum class Admission : uint8_t {
   kReplaceState,  // A load writes: nothing is read any more.
   kClose,
 };
-inline constexpr int kAdmissions = 17;
+inline constexpr int kAdmissions = 18;
 
 std::string_view Name(Phase phase);
 std::string_view Name(Admission admission);

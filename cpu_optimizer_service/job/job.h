@@ -43,6 +43,7 @@
 #include "cpu_optimizer_service/job/job_status.h"
 #include "cpu_optimizer_service/job/pending.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
+#include "cpu_optimizer_service/job/step/state_writing.h"
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
 #include "cpu_optimizer_service/state/snapshot.h"
 
@@ -152,6 +153,33 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual absl::StatusOr<bool> WriteInitialWeights(
       int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
       const std::optional<Uploader>& uploader = std::nullopt) = 0;
+
+  // Planes of parameters are written between two steps, by all ranks alike: each begins its part,
+  // brings the chunks of its own that hold any of that, and ends it. Nothing shows before the last
+  // part has ended; then all of it is the committed state, and each Done is called with true. A rank
+  // that begins the next step before is refused. A part is given up when its Pending is cancelled,
+  // another process or session takes the rank, or the generation rises: ABORTED. There is no undo
+  // of the step before it afterwards.
+  // FAILED_PRECONDITION: another step, or another rank has begun the next one or writes something
+  // else (OTHER_SETTINGS). INVALID_ARGUMENT: what can never work; values that no update leaves.
+  // RESOURCE_EXHAUSTED: no memory for what is written, until all of it is there.
+  struct StateWriter {
+    int rank = 0;
+    uint64_t id = 0;  // 0: the write is the job's state already.
+  };
+  virtual absl::StatusOr<StateWriter> BeginStateWrite(const RankHolder& holder,
+                                                      StateWrite write) = 0;
+  // Of each of the planes chunk.elements fp32 values, in pieces cut anywhere.
+  virtual absl::Status WriteStateChunk(const StateWriter& writer, int64_t chunk,
+                                       absl::Span<const absl::Span<const std::byte>> payload) = 0;
+  virtual Pending EndStateWrite(const StateWriter& writer, Done<bool> done) = 0;
+  // Gives the part up, unless the write is the job's state by now.
+  virtual void DropStateWrite(const StateWriter& writer) = 0;
+  // The same by an operator, of `number` 0 and without update counts, whatever the ranks do: the
+  // caller fills what is prepared, and it becomes the state once no step is in progress. Trainers
+  // have written weights with those of the next step. Done: the step that it follows.
+  virtual absl::StatusOr<std::unique_ptr<StateWriting>> PrepareStateWrite(StateWrite write) = 0;
+  virtual Pending CommitStateWrite(std::shared_ptr<StateWriting> writing, Done<uint64_t> done) = 0;
 
   // The weights of a chunk at `step` in its group's return dtype, into chunk.elements elements at
   // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.

@@ -70,24 +70,17 @@ void JobImpl::ShowFirstWeights() {
 }
 
 absl::Status JobImpl::CheckFirst(int index, Plane plane, absl::Span<const float> values) const {
-  // The update takes the square root of these two.
-  const bool squares = plane == Plane::kExpAvgSq || plane == Plane::kMaxExpAvgSq;
-  const auto good = [squares](float value) {
-    return std::isfinite(value) && (!squares || value >= 0);
-  };
   const std::string what = absl::StrCat("first ", plane == Plane::kMaster ? "weights" : Name(plane),
                                         " of chunk ", index, " have ");
-  const auto bad = std::find_if_not(values.begin(), values.end(), good);
-  if (bad != values.end()) {
-    const ChunkPiece at = layout_.PieceAt(index, bad - values.begin());
-    return absl::InvalidArgumentError(
-        at.parameter == -1
-            ? absl::StrCat(what, *bad, " in the padding; padding must be zero")
-            : absl::StrCat("the first ", plane == Plane::kMaster ? "weight" : Name(plane), " of ",
-                           spec().layout.parameters[at.parameter].name, " is ", *bad,
-                           " at element ", at.parameter_offset, "; ",
-                           plane == Plane::kMaster ? "weights" : "moments", " must be finite",
-                           squares ? ", and this one not below zero" : ""));
+  if (const std::optional<int64_t> bad = FirstBadValue(plane, values); bad.has_value()) {
+    const ChunkPiece at = layout_.PieceAt(index, *bad);
+    if (at.parameter == -1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, values[*bad], " in the padding; padding must be zero"));
+    }
+    return BadValue(absl::StrCat("the first ", plane == Plane::kMaster ? "weight" : Name(plane),
+                                 " of ", spec().layout.parameters[at.parameter].name),
+                    plane, values[*bad], at.parameter_offset);
   }
   for (const ChunkPiece& padding : layout_.padding_of(index)) {
     for (int64_t i = padding.chunk_offset; i < padding.chunk_offset + padding.elements; ++i) {

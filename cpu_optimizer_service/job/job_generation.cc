@@ -17,7 +17,12 @@ void JobImpl::Detach(Detached detached, absl::Status why) {
   });
 }
 
-void JobImpl::ForgetFirstWeights(int rank) {
+void JobImpl::ForgetUploads(int rank) {
+  DropPart(rank,
+           WithReason(absl::AbortedError(absl::StrCat(
+                          "rank ", rank, " of job ", spec().name,
+                          " has been taken anew, which gives up its part of a write of state")),
+                      reason::kOlderGeneration));
   if (first_weights_.complete()) return;
   const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
   for (const int chunk : chunks) store_->SetArrived(chunk, false);
@@ -31,7 +36,7 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
   bounds_.clear();     // The state may become another one: a load's, or the step's before.
   Detached detached = ranks_.FreeAll();
   for (int rank = 0; rank < ranks_.size(); ++rank) {
-    ForgetFirstWeights(rank);
+    ForgetUploads(rank);
   }
   // The flip comes before anything is cleared: after a death in between, a later process finds the
   // step gone, and its ranks at an older generation.

@@ -121,6 +121,13 @@ class JobImpl : public Job {
   absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
                                            absl::Span<const absl::Span<const std::byte>> payload,
                                            const std::optional<Uploader>& uploader) override;
+  absl::StatusOr<StateWriter> BeginStateWrite(const RankHolder& holder, StateWrite write) override;
+  absl::Status WriteStateChunk(const StateWriter& writer, int64_t chunk,
+                               absl::Span<const absl::Span<const std::byte>> payload) override;
+  Pending EndStateWrite(const StateWriter& writer, Done<bool> done) override;
+  void DropStateWrite(const StateWriter& writer) override;
+  absl::StatusOr<std::unique_ptr<StateWriting>> PrepareStateWrite(StateWrite write) override;
+  Pending CommitStateWrite(std::shared_ptr<StateWriting> writing, Done<uint64_t> done) override;
   absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                          absl::Span<std::byte> out) override;
   void TellWaiting() override;
@@ -249,6 +256,18 @@ class JobImpl : public Job {
   // Shows how far they are, after any of them has come or was forgotten.
   void ShowFirstWeights() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // ---- job_write.cc
+  absl::Status CheckMayWrite(int rank, const StateWrite& write) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Before a rank begins a step: that ranks write nothing before it.
+  absl::Status CheckWritesEnded(int rank, uint64_t step) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What the rank has brought of a write counts no more.
+  void DropPart(int rank, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WriteNow(const StateWriting& writing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CopyWritten(const StateWriting& writing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status TakeOverWrite(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   // ---- job_ranks.cc
   absl::Status CheckGeneration(const Generation& generation) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -280,8 +299,8 @@ class JobImpl : public Job {
   // other call's turn.
   void RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // While some are missing: those of the rank's chunks are to be sent again.
-  void ForgetFirstWeights(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What the rank has brought of first weights, or of a write of state, is to be sent again.
+  void ForgetUploads(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The step in progress cannot be kept. Decides it as a skip, because of `why`, if the job is to
   // (OnAbort) and all ranks have begun it; raises the generation otherwise. `then` is as above.
   void GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then)
@@ -560,7 +579,10 @@ class JobImpl : public Job {
   RankTable ranks_ ABSL_GUARDED_BY(mutex_);
   FirstWeights first_weights_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Progress> taking_first_weights_ ABSL_GUARDED_BY(mutex_);  // Null: none is there.
-  std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);      // Oldest first.
+  std::shared_ptr<StateWriting> writing_ ABSL_GUARDED_BY(mutex_);           // By ranks. Null: none.
+  uint64_t last_state_writer_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::atomic<uint64_t> last_state_write_ = 0;  // For the names of their memory.
+  std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);  // Oldest first.
   SaveSchedule save_schedule_ ABSL_GUARDED_BY(mutex_){std::chrono::steady_clock::now()};
   SaveCounts save_counts_ ABSL_GUARDED_BY(mutex_);
   Mutex making_room_;  // One thread at a time, before mutex_.

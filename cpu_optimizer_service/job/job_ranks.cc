@@ -219,7 +219,7 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
                      process_id = request.process_id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     Detached detached;
     if (ranks_[rank].last_process_id != process_id || begins) {
-      ForgetFirstWeights(rank);
+      ForgetUploads(rank);
     }
     ranks_.Take(rank, process_id, detached);
     // A later process has to know, too, which process had the rank last and may rejoin.

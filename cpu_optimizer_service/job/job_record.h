@@ -121,6 +121,12 @@ struct KeptLoad {
   bool weights_only = false;
 };
 
+// A write of state that is being carried out.
+struct KeptWrite {
+  StateWrite write;
+  std::string memory;  // Where its values lie; empty: it has none.
+};
+
 // A step that was undone.
 struct UndoneStep {
   uint64_t step = 0;      // 0: none was.
@@ -145,6 +151,8 @@ struct JobRecord {
   std::optional<KeptDecision> decision;  // Of the step that is being carried out.
   bool undid_update = false;  // The last undo, of a step that was applied: chunks go back, too.
   UndoneStep undone;          // The last one.
+  std::optional<KeptWrite> writing;
+  uint64_t state_writes = 0;  // By the ranks, since the job was created.
   StepVote last_vote;         // Of the last committed step. Not kept for a later process.
 };
 

@@ -218,6 +218,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       // all steps are the same.
       if (record_.undid_update) store_->SwitchBack(record_.committed_step);
       store_->SetStep(record_.committed_step);
+      BALLAST_RETURN_IF_ERROR(TakeOverWrite(story));
       TakeOverStep(story);
     }
   }
@@ -425,7 +426,7 @@ void JobImpl::TakeOverStep(std::string& story) {
     kept_->ClearLedger();
     return store_->SetStep(step);
   }
-  for (int rank = 0; rank < ranks_.size(); ++rank) ForgetFirstWeights(rank);
+  for (int rank = 0; rank < ranks_.size(); ++rank) ForgetUploads(rank);
   (void)ranks_.FreeAll();
   record_.later_changes.assign(record_.later_changes.size(), {});
   record_.generation = record_.generation.Next();

@@ -36,6 +36,7 @@ JobStatus JobImpl::Status() const {
   JobStatus status;
   status.generation = record_.generation;
   status.committed_step = committed_step();
+  status.state_writes = record_.state_writes;
   if (record_.previous.has_value()) status.undoable_step = record_.committed_step;
   status.applied_steps = record_.history.applied_steps;
   status.skipped_steps = record_.history.skipped_steps;
@@ -107,6 +108,7 @@ RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
   progress.attached = !ranks_[rank].process_id.empty();
   progress.process_id = ranks_[rank].process_id;
   progress.shared_memory = ranks_[rank].memory != nullptr;
+  progress.writes_state = writing_ != nullptr && writing_->HasEnded(rank);
   progress.chunks = static_cast<int64_t>(chunks.size());
   if (state == nullptr) return progress;
   progress.attempt = state->attempt;

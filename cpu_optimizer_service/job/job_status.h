@@ -38,6 +38,7 @@ struct RankProgress {
   uint32_t micro_steps_ended = 0;
   bool sealed = false;
   bool voted = false;
+  bool writes_state = false;   // It has ended its part of a write of state, which waits for others.
   bool shared_memory = false;  // It has memory in common with this process.
   int64_t chunks = 0;
   int64_t chunks_complete = 0;                  // That stand at:
@@ -85,6 +86,7 @@ struct JobTraffic {
 struct JobStatus {
   Generation generation;
   uint64_t committed_step = 0;  // 0 while first weights are awaited, whichever they begin at.
+  uint64_t state_writes = 0;    // By the ranks, since the job was created.
   uint64_t undoable_step = 0;   // The last committed one, while it can be undone; 0: none.
   JobPhase phase = JobPhase::kAwaitingWeights;
   uint64_t applied_steps = 0;

@@ -94,6 +94,7 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
   }
   if (WasGivenUp(at.step, key.rank)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(CheckIsNext(key.rank, "begins", at.step));
+  BALLAST_RETURN_IF_ERROR(CheckWritesEnded(key.rank, at.step));
   auto* open = std::get_if<OpenStep>(&step_);
   if (open != nullptr) BALLAST_RETURN_IF_ERROR(CheckInAttempt(*open, key.rank, at.attempt));
   if (open == nullptr && at.attempt != 0) {

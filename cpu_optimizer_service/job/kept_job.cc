@@ -140,6 +140,14 @@ void Fields(Each&& each, KeptLoad& v) {
   each(v.path, v.weights_only);
 }
 template <typename Each>
+void Fields(Each&& each, StateWrite& v) {
+  each(v.step, v.number, v.planes, v.parameters, v.update_counts);
+}
+template <typename Each>
+void Fields(Each&& each, KeptWrite& v) {
+  each(v.write, v.memory);
+}
+template <typename Each>
 void Fields(Each&& each, KeptWord& v) {
   each(v.kind, v.rank, v.step, v.settings, v.terms, v.micro_step, v.used, v.chunk, v.begin, v.end);
 }
@@ -160,7 +168,7 @@ void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks&
   each(record.generation, record.committed_step, record.hyper_parameters, record.update_counts,
        record.trainer_state, record.history, record.resumed_uid, record.previous, record.epoch,
        record.closed, weights_complete, record.loading, record.torn_by, record.later_changes, ranks,
-       record.decision, record.undid_update, record.undone);
+       record.decision, record.undid_update, record.undone, record.writing, record.state_writes);
 }
 
 constexpr char kRecordLabel[] = "record";

@@ -13,6 +13,7 @@
 //   log          of the step in progress: what ranks have said beside gradients
 //   redo         one lane for each update under way (kernels/adam_redo.h)
 //   sums         one lane for each gradient that is being added to a sum (gradients/sum_lane.h)
+//   write N      what is written of state between steps, until all of it is there
 //   rank R N     memory shared with a rank
 //
 // All of it but slots, gradients and the values in lanes is covered: record, identity and each entry
@@ -40,6 +41,8 @@
 //   undo         the flip with the step before, a generation and an epoch more, and which step and
 //                generation it went back from; then the chunks' words
 //                in the table. A chunk whose word is of a later step has not gone back yet.
+//   write        the last of its values, then the flip that names them, with its update counts; of
+//                a chunk its planes, then its word in the table; then the flip that it is done.
 //   abort, load  the flip with a generation and an epoch more; of a load, which directory is being
 //                loaded, and when it is, a flip that it is.
 //   closed       the flip that says so, then the memory goes. Of a broken job, or without memory

@@ -13,13 +13,13 @@
 #include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
+#include "cpu_optimizer_service/state/safetensors.h"
 
 namespace ballast {
 namespace {
 
 using nlohmann::json;
 
-constexpr char kModel[] = "model.safetensors";
 // 1 MiB of floats.
 constexpr int64_t kPieceElements = 1 << 18;
 
@@ -38,13 +38,13 @@ absl::StatusOr<std::string> ReadText(FileSystem& file_system, const std::string&
 // The files that hold the weights.
 absl::StatusOr<std::vector<std::string>> FilesOf(FileSystem& file_system, const std::string& path) {
   if (absl::EndsWith(path, ".safetensors")) return std::vector<std::string>{path};
-  const std::string one = absl::StrCat(path, "/", kModel);
+  const std::string one = absl::StrCat(path, "/", kModelFile);
   const std::string index = absl::StrCat(one, ".index.json");
   // Where there is an index, it says which files count, also where model.safetensors lies beside
   // it.
   if (!file_system.Exists(index)) {
     if (file_system.Exists(one)) return std::vector<std::string>{one};
-    return absl::NotFoundError(absl::StrCat("there is no ", kModel, " in ", path,
+    return absl::NotFoundError(absl::StrCat("there is no ", kModelFile, " in ", path,
                                             "; name a directory of Hugging Face's, or the file"));
   }
   BALLAST_ASSIGN_OR_RETURN(const std::string text, ReadText(file_system, index));

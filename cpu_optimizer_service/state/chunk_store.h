@@ -28,7 +28,7 @@
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/named_memory.h"
-#include "cpu_optimizer_service/state/plane.h"
+#include "cpu_optimizer_service/state/slot.h"
 
 namespace ballast {
 

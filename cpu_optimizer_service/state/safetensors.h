@@ -21,6 +21,9 @@
 
 namespace ballast {
 
+// What Hugging Face calls the weights of a model that are in one file.
+inline constexpr char kModelFile[] = "model.safetensors";
+
 struct TensorEntry {
   std::string name;
   std::vector<int64_t> shape;

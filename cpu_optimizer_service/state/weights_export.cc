@@ -13,8 +13,6 @@
 namespace ballast {
 namespace {
 
-constexpr char kModel[] = "model.safetensors";
-
 // "a/b/" is "a/b", beside which another directory can be made.
 std::string WithoutSlash(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -68,7 +66,7 @@ std::vector<std::vector<int>> Divide(const CheckpointIndex& index, const ExportR
 }
 
 std::string NameOf(size_t number, size_t count) {
-  if (count == 1) return kModel;
+  if (count == 1) return kModelFile;
   return absl::StrCat("model-", absl::Dec(number + 1, absl::kZeroPad5), "-of-",
                       absl::Dec(count, absl::kZeroPad5), ".safetensors");
 }
@@ -125,7 +123,7 @@ absl::Status WriteAll(FileSystem& file_system, const std::string& directory,
   if (files.size() == 1) return absl::OkStatus();
   const nlohmann::ordered_json text = {{"metadata", {{"total_size", exported.bytes}}},
                                        {"weight_map", map}};
-  return WriteText(file_system, absl::StrCat(directory, "/", kModel, ".index.json"),
+  return WriteText(file_system, absl::StrCat(directory, "/", kModelFile, ".index.json"),
                    text.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
 }
 

@@ -28,6 +28,7 @@ constexpr Rule kRules[] = {
     {"StateService.ListCheckpoints", Role::kViewer},  // As ListJobs.
     {"StateService.SaveJob", Role::kTrainer},         // Replaces nothing.
     {"StateService.LoadJob", Role::kOperator},
+    {"StateService.WriteState", Role::kOperator},
     {"StateService.VerifyCheckpoints", Role::kOperator},
     {"StateService.DeleteCheckpoint", Role::kOperator},
     {"DiagnosticsService.DescribeService", Role::kOperator},  // Of all jobs.

@@ -93,6 +93,7 @@ void AddRanks(const JobStatus& status, v1::Job& message) {
     to.mutable_missing_parameters()->Add(from.missing_parameters.begin(),
                                          from.missing_parameters.end());
     to.set_shared_memory(from.shared_memory);
+    to.set_writes_state(from.writes_state);
   }
 }
 
@@ -174,6 +175,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   rank.set_chunks_complete(kLongest);
   rank.set_furthest_micro_step(std::numeric_limits<uint32_t>::max());
   rank.set_shared_memory(true);
+  rank.set_writes_state(true);
   for (size_t i = 0; i < kMissingNames; ++i) {
     rank.add_missing_parameters(std::string(name_bytes, 'p'));
   }
@@ -255,6 +257,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   *message.mutable_generation() = proto::ToProto(status.generation);
   message.set_committed_step(status.committed_step);
   message.set_undoable_step(status.undoable_step);
+  message.set_state_writes(status.state_writes);
   message.set_phase(PhaseMessage(status.phase));
   message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
 
 namespace ballast::server {
 namespace {
@@ -15,23 +16,6 @@ static_assert(std::endian::native == std::endian::little, "payloads are little-e
 
 // 256 KiB of fp32.
 constexpr int64_t kElementsPerMessage = 64 << 10;
-
-absl::StatusOr<Plane> FromProto(v1::Plane plane) {
-  switch (plane) {
-    case v1::MASTER:
-      return Plane::kMaster;
-    case v1::EXP_AVG:
-      return Plane::kExpAvg;
-    case v1::EXP_AVG_SQ:
-      return Plane::kExpAvgSq;
-    case v1::MAX_EXP_AVG_SQ:
-      return Plane::kMaxExpAvgSq;
-    default:
-      return absl::InvalidArgumentError(
-          absl::StrCat("plane is ", static_cast<int>(plane),
-                       ", which is none of MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ"));
-  }
-}
 
 }  // namespace
 
@@ -50,7 +34,7 @@ absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Ca
   Keep(std::move(place));
   BALLAST_ASSIGN_OR_RETURN(request_, proto::ParseRequest<v1::ReadStateRequest>(request));
   BALLAST_ASSIGN_OR_RETURN(parameter_, FindParameter(engine, caller, request_.name()));
-  BALLAST_ASSIGN_OR_RETURN(plane_, FromProto(request_.plane()));
+  BALLAST_ASSIGN_OR_RETURN(plane_, proto::FromProto(request_.plane()));
   if (!parameter_.spec().trainable) {
     return absl::InvalidArgumentError(
         absl::StrCat(request_.name(), " is frozen and has no state here"));

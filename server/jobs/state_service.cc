@@ -9,29 +9,17 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "proto/convert.h"
+#include "server/call_guard.h"
 #include "server/find_job.h"
 #include "server/jobs/state_reader.h"
+#include "server/jobs/state_writer.h"
 
 namespace ballast::server {
 namespace {
 
-v1::Plane ToProto(Plane plane) {
-  switch (plane) {
-    case Plane::kMaster:
-      return v1::MASTER;
-    case Plane::kExpAvg:
-      return v1::EXP_AVG;
-    case Plane::kExpAvgSq:
-      return v1::EXP_AVG_SQ;
-    case Plane::kMaxExpAvgSq:
-      return v1::MAX_EXP_AVG_SQ;
-  }
-  return v1::PLANE_UNSPECIFIED;
-}
-
 void AddPlane(const PlaneSummary& summary, Plane plane, v1::StateSummary& response) {
   v1::PlaneSummary& to = *response.add_planes();
-  to.set_plane(ToProto(plane));
+  to.set_plane(proto::ToProto(plane));
   to.set_norm(summary.norm);
   to.set_mean(summary.mean);
   to.set_min(summary.min);
@@ -128,6 +116,14 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* StateService::ReadState(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   return new StateReader(engine_, pools_, *context,
                          access_.Admit(*context, "StateService.ReadState"), *request);
+}
+
+grpc::ServerReadReactor<grpc::ByteBuffer>* StateService::WriteState(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
+  return MakeReactor<grpc::ServerReadReactor<grpc::ByteBuffer>>([&] {
+    return new StateWriter(engine_, pools_, *context,
+                           access_.Admit(*context, "StateService.WriteState"), *response);
+  });
 }
 
 // Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.

@@ -19,8 +19,9 @@ using StateServiceBase = v1::StateService::WithRawCallbackMethod_ReadState<
             v1::StateService::WithRawCallbackMethod_LoadJob<
                 v1::StateService::WithRawCallbackMethod_ListCheckpoints<
                     v1::StateService::WithRawCallbackMethod_VerifyCheckpoints<
-                        v1::StateService::WithRawCallbackMethod_DeleteCheckpoint<
-                            v1::StateService::Service>>>>>>>;
+                        v1::StateService::WithRawCallbackMethod_WriteState<
+                            v1::StateService::WithRawCallbackMethod_DeleteCheckpoint<
+                                v1::StateService::Service>>>>>>>>;
 
 // Thread-safe. The engine, the access, the pools and the paths outlive its calls. The methods only start a
 // call; its work is done in a pool.
@@ -31,6 +32,8 @@ class StateService final : public StateServiceBase {
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadState(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* request) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* WriteState(grpc::CallbackServerContext* context,
+                                                        grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* SummarizeState(grpc::CallbackServerContext* context,
                                            const grpc::ByteBuffer* request,
                                            grpc::ByteBuffer* response) override;

@@ -45,6 +45,8 @@ void UploadStream::End(const absl::Status& status) {
 void UploadStream::OnDone() {
   // First: a look may be in GiveUp, and this waits for its end.
   watched_->Ended();
+  // Of a call that was cut off.
+  if (job_ != nullptr && writer_.has_value()) job_->DropStateWrite(*writer_);
   pools_.LetGo(std::move(job_));
   delete this;
 }
@@ -54,12 +56,10 @@ void UploadStream::OnReadDone(bool ok) {
   watched_->PeerActed();
   if (!ok) {  // The worker has closed its side.
     if (job_ == nullptr) return End(NotFirstError());
+    if (writer_.has_value()) return EndStateWrite();
     // Chunks that did not come are no error: other calls, and other ranks, bring them.
     return End(GuardedRun([this] {
-      v1::UploadWeightsResponse response;
-      response.set_chunks(static_cast<int64_t>(chunks_.size()));
-      response.set_job_ready(!job_->Position().awaiting_weights);
-      response_ = proto::SerializeControl(response);
+      response_ = proto::SerializeControl(Response(!job_->Position().awaiting_weights));
     }));
   }
   const absl::Status handled = Guarded([this] {
@@ -95,6 +95,21 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                                    ", which has world size ",
                                                    job->layout().world_size()));
   }
+  rank_ = request.rank();
+  const RankHolder holder = {.rank = rank_,
+                             .process_id = request.process_id(),
+                             .generation = proto::FromProto(request.generation())};
+  BALLAST_RETURN_IF_ERROR(request.has_state_write()
+                              ? BeginStateWrite(request.state_write(), holder, *job)
+                              : BeginFirstWeights(request, holder, *job));
+  job_ = job;
+  // A job does not know its uploads, so closing it does not end them.
+  watched_->IsOverIf(IsGone(engine_, *caller_, *job));
+  return absl::OkStatus();
+}
+
+absl::Status UploadStream::BeginFirstWeights(const v1::OpenTrain& request, const RankHolder& holder,
+                                             Job& job) {
   FirstState state;
   if (request.has_first_state()) {
     state.step = request.first_state().step();
@@ -106,23 +121,42 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
           "first_state has step 0; leave it out where there are no moments");
     }
   }
-  rank_ = request.rank();
   step_ = state.step;
-  BALLAST_ASSIGN_OR_RETURN(
-      uploader_, job->BeginFirstWeights({.rank = rank_,
-                                         .process_id = request.process_id(),
-                                         .generation = proto::FromProto(request.generation())},
-                                        std::move(state)));
-  job_ = job;
-  // A job does not know its uploads, so closing it does not end them.
-  watched_->IsOverIf(IsGone(engine_, *caller_, *job));
+  BALLAST_ASSIGN_OR_RETURN(uploader_, job.BeginFirstWeights(holder, std::move(state)));
   return absl::OkStatus();
+}
+
+absl::Status UploadStream::BeginStateWrite(const v1::StateWrite& request, const RankHolder& holder,
+                                           Job& job) {
+  if (request.number() == 0) {
+    return absl::InvalidArgumentError("state_write has number 0; the first one is 1");
+  }
+  BALLAST_ASSIGN_OR_RETURN(StateWrite write, proto::FromProto(request));
+  step_ = write.step;
+  BALLAST_ASSIGN_OR_RETURN(writer_, job.BeginStateWrite(holder, std::move(write)));
+  return absl::OkStatus();
+}
+
+void UploadStream::EndStateWrite() {
+  PendingCall::Start<bool>(
+      pending_, [this](Done<bool> done) { return job_->EndStateWrite(*writer_, std::move(done)); },
+      [this](absl::StatusOr<bool> written) {
+        if (!written.ok()) return End(written.status());
+        End(GuardedRun([this] { response_ = proto::SerializeControl(Response(true)); }));
+      });
+}
+
+v1::UploadWeightsResponse UploadStream::Response(bool ready) const {
+  v1::UploadWeightsResponse response;
+  response.set_chunks(static_cast<int64_t>(chunks_.size()));
+  response.set_job_ready(ready);
+  return response;
 }
 
 absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Payload& payload) {
   if (header.step() != step_) {
     return absl::InvalidArgumentError(
-        absl::StrCat("these first weights have step ", step_, ", not ", header.step()));
+        absl::StrCat("what is uploaded has step ", step_, ", not ", header.step()));
   }
   const absl::Span<const Chunk> chunks = job_->layout().chunks();
   // In 64 bits, in which no number from the wire overflows.
@@ -131,7 +165,9 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
                                                    rank_, "'s, of ", chunks.size(), " in all"));
   }
-  BALLAST_RETURN_IF_ERROR(job_->WriteInitialWeights(chunk, payload.pieces(), uploader_).status());
+  BALLAST_RETURN_IF_ERROR(
+      writer_.has_value() ? job_->WriteStateChunk(*writer_, chunk, payload.pieces())
+                          : job_->WriteInitialWeights(chunk, payload.pieces(), uploader_).status());
   chunks_.insert(header.chunk());
   return absl::OkStatus();
 }

@@ -1,4 +1,5 @@
-// One UploadWeights call: a rank's first weights, with or without moments.
+// One UploadWeights call: a rank's first weights, with or without moments, or its part of a write of
+// state.
 #ifndef BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 #define BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 
@@ -8,12 +9,14 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_set>
 
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
 #include "server/access/access.h"
 #include "server/call_pool.h"
+#include "server/pending_call.h"
 
 namespace ballast::server {
 
@@ -25,6 +28,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
                const absl::StatusOr<Caller>& caller, grpc::ByteBuffer& response);
 
   void OnReadDone(bool ok) override;
+  void OnCancel() override { pending_->Cancel(); }
   void OnDone() override;
 
  private:
@@ -33,6 +37,10 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   void End(const absl::Status& status);
   absl::Status Handle(const proto::Frame<v1::UploadWeightsRequest>& frame);
   absl::Status Open(const v1::OpenTrain& request);
+  absl::Status BeginFirstWeights(const v1::OpenTrain& request, const RankHolder& holder, Job& job);
+  absl::Status BeginStateWrite(const v1::StateWrite& request, const RankHolder& holder, Job& job);
+  void EndStateWrite();
+  v1::UploadWeightsResponse Response(bool ready) const;
   absl::Status Write(const v1::WeightHeader& header, const proto::Payload& payload);
 
   const Engine& engine_;
@@ -47,6 +55,8 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   int rank_ = 0;
   uint64_t step_ = 0;  // Of its weights.
   Job::Uploader uploader_;
+  std::optional<Job::StateWriter> writer_;  // Absent: these are first weights.
+  const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
   std::unordered_set<uint32_t> chunks_;  // That have arrived on this stream.
 };
 

@@ -317,7 +317,7 @@ class ModelTransport final : public Transport {
     return v1::LoadJobResponse();
   }
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
-      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
     return v1::UploadWeightsResponse();
   }

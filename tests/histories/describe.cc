@@ -153,6 +153,9 @@ std::string Text(const Attempt& attempt) {
   for (const auto& [group, changes] : attempt.vote.overrides) {
     absl::StrAppend(&text, "  voted of group ", group, ": ", Text(changes), "\n");
   }
+  if (attempt.write_seed != 0) {
+    absl::StrAppend(&text, "  state is written before it, of seed ", attempt.write_seed, "\n");
+  }
   for (const auto& [id, used] : attempt.used) {
     absl::StrAppend(&text, "  p", absl::Dec(id, absl::kZeroPad3), " used, by micro-step, on ranks ",
                     absl::StrJoin(used, " ",

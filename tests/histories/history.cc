@@ -122,6 +122,31 @@ float FirstWeight(const ParameterPlan& parameter, int64_t element) {
   return UnitValue(Mix(Mix(parameter.id) + static_cast<uint64_t>(element)));
 }
 
+StateWrite WriteOf(const JobPlan& job, const Attempt& attempt, uint64_t step) {
+  StateWrite write = {.step = step};
+  const uint64_t bits = Mix(attempt.write_seed);
+  for (const Plane plane : {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}) {
+    if ((bits >> static_cast<int>(plane) & 1) != 0) write.planes.push_back(plane);
+  }
+  const bool counts = (bits >> 3 & 1) != 0 || write.planes.empty();
+  for (size_t p = 0; p < job.parameters.size() && attempt.write_seed != 0; ++p) {
+    const ParameterPlan& parameter = job.parameters[p];
+    if (!parameter.trainable || (bits >> (8 + parameter.id) & 1) == 0) continue;
+    write.parameters.push_back(static_cast<int>(p));
+    if (counts)
+      write.update_counts.push_back(static_cast<int64_t>((bits >> parameter.id) % (step + 1)));
+  }
+  return write;
+}
+
+float WrittenValue(const Attempt& attempt, Plane plane, const ParameterPlan& parameter,
+                   int64_t element) {
+  const float value =
+      UnitValue(Mix(attempt.write_seed + 4 * Mix(parameter.id) + static_cast<uint64_t>(plane)) +
+                static_cast<uint64_t>(element));
+  return plane == Plane::kExpAvgSq ? value * value : value;
+}
+
 bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, uint32_t end) {
   const auto found = attempt.used.find(id);
   if (found == attempt.used.end()) return false;

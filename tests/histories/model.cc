@@ -38,6 +38,24 @@ std::optional<uint64_t> Model::undoable_step() const {
   return state_.committed_step;
 }
 
+void Model::Write(const Attempt& attempt) {
+  const StateWrite write = WriteOf(job_, attempt, state_.committed_step);
+  for (size_t i = 0; i < write.parameters.size(); ++i) {
+    const int p = write.parameters[i];
+    ParameterState& state = state_.parameters[p];
+    for (const Plane plane : write.planes) {
+      std::vector<float>& values = plane == Plane::kMaster   ? state.master
+                                   : plane == Plane::kExpAvg ? state.exp_avg
+                                                             : state.exp_avg_sq;
+      for (size_t e = 0; e < values.size(); ++e) {
+        values[e] = WrittenValue(attempt, plane, job_.parameters[p], static_cast<int64_t>(e));
+      }
+    }
+    if (!write.update_counts.empty()) state.updates = write.update_counts[i];
+  }
+  previous_.reset();
+}
+
 void Model::Undo() {
   state_ = *std::exchange(previous_, std::nullopt);
   in_step_ = false;

@@ -74,6 +74,8 @@ class Model {
     state_ = state;
     previous_.reset();
   }
+  // The ranks write what WriteOf says.
+  void Write(const Attempt& attempt);
   // The last committed step, if it can be undone.
   std::optional<uint64_t> undoable_step() const;
   // Undoes it.

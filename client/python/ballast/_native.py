@@ -103,6 +103,12 @@ class FirstState(c.Structure):
                 ("exp_avg_sq", c.POINTER(c.c_void_p)), ("max_exp_avg_sq", c.POINTER(c.c_void_p))]
 
 
+class StateWrite(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("parameters", c.POINTER(c.c_size_t)), ("count", c.c_size_t),
+                ("planes", c.POINTER(c.c_int32)), ("plane_count", c.c_size_t),
+                ("update_counts", c.POINTER(c.c_int64)), ("timeout_seconds", c.c_double)]
+
+
 class GradientPlace(c.Structure):
     _fields_ = [("data", c.c_void_p), ("offset", c.c_int64), ("elements", c.c_int64)]
 
@@ -123,6 +129,7 @@ _FUNCTIONS = {
     "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_upload_state": [c.c_void_p, c.POINTER(FirstState), c.c_size_t],
+    "ballast_write_state": [c.c_void_p, c.POINTER(StateWrite), VALUES, c.c_void_p],
     "ballast_upload_by": [c.c_void_p, c.c_uint64, c.POINTER(c.c_int64), c.c_size_t, VALUES, c.c_void_p],
     "ballast_read_weights": [c.c_void_p],
     "ballast_gradient_memory": [c.c_void_p, c.c_int32, _POINTERS, c.POINTER(c.c_size_t)],

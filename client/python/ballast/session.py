@@ -333,7 +333,31 @@ class Session:
         what this rank has of the parameter, row-major in fp32, to the address; it is called by another thread, in the
         order of declaration, and again for what a broken connection has lost. What it raises ends the upload, and is
         raised."""
-        planes = {number: name for name, number in PLANES.items()}
+        counts = (ctypes.c_int64 * len(update_counts))(*update_counts)
+        self._by_values(write, "ballast_upload_by", step, counts, len(counts))
+
+    def write_state(self, parameters: Sequence[int], planes: Sequence[str],
+                    write: Callable[[int, str, int, int, int], None], *,
+                    update_counts: Sequence[int] | None = None) -> None:
+        """Writes these planes of these parameters between two steps, in place of what the last one has left; all ranks
+        call it alike, and it returns when the whole is the job's state. write: as of upload_by. update_counts: of each
+        of the parameters; None: they stay. That step cannot be undone any more. FailedPreconditionError: another rank
+        writes something else, or has begun the next step. InvalidArgumentError: a value is not finite, or a square below
+        zero. ResourceExhaustedError: the service has no room for the values beside the state. DeadlineError, after
+        `timeout`, names the ranks that have brought nothing."""
+        order = sorted(range(len(parameters)), key=parameters.__getitem__)
+        numbers = sorted(_number(PLANES, plane, "plane") for plane in planes)
+        given = _native.sized(_native.StateWrite, count=len(order), plane_count=len(numbers),
+                              timeout_seconds=self.timeout,
+                              parameters=(ctypes.c_size_t * len(order))(*[parameters[i] for i in order]),
+                              planes=(ctypes.c_int32 * len(numbers))(*numbers))
+        if update_counts is not None:
+            given.update_counts = (ctypes.c_int64 * len(order))(*[update_counts[i] for i in order])
+        self._by_values(write, "ballast_write_state", ctypes.byref(given))
+
+    def _by_values(self, write: Callable[[int, str, int, int, int], None], name: str, *arguments) -> None:
+        """A call that asks for values. What `write` raises is raised."""
+        planes = {number: plane for plane, number in PLANES.items()}
         raised: list[BaseException] = []
 
         def values(_, parameter: int, plane: int, offset: int, elements: int, address: int) -> int:
@@ -343,9 +367,8 @@ class Session:
                 raised.append(error)
             return len(raised)
 
-        counts = (ctypes.c_int64 * len(update_counts))(*update_counts)
         try:
-            self._patiently("ballast_upload_by", self._open(), step, counts, len(counts), _native.VALUES(values), None)
+            self._patiently(name, self._open(), *arguments, _native.VALUES(values), None)
         except BallastError:
             if raised:
                 raise raised[0] from None

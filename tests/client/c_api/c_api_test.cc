@@ -558,6 +558,66 @@ TEST_F(CApi, UploadsMomentsThatAFunctionWrites) {
   EXPECT_EQ(updates, 8);
 }
 
+TEST_F(CApi, WritesStateBetweenSteps) {
+  CRank rank("written", service());
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  Written written;
+  ASSERT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, Write, &written), BALLAST_OK);
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
+  rank.Step(1);
+  const size_t parameters[] = {0, 3};
+  const int32_t planes[] = {BALLAST_EXP_AVG, BALLAST_EXP_AVG_SQ};
+  const int64_t counts[] = {1, 0};
+  ballast_state_write write = {.size = sizeof(write),
+                               .parameters = parameters,
+                               .count = 2,
+                               .planes = planes,
+                               .plane_count = 2,
+                               .update_counts = counts};
+  written = {.ends_at = 1};
+  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_CANCELLED);
+  EXPECT_THAT(ballast_message(), HasSubstr("returned 7"));
+  EXPECT_EQ(ballast_write_state(rank.session(), &write, nullptr, nullptr),
+            BALLAST_INVALID_ARGUMENT);
+  written = {};
+  ASSERT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_OK)
+      << ballast_message();
+  const auto expect = [&](size_t parameter, int32_t plane, float value, int64_t updates) {
+    std::vector<float> read(Elements(static_cast<int>(parameter)));
+    uint64_t step = 0;
+    int64_t count = -1;
+    ASSERT_EQ(ballast_read_state(rank.session(), parameter, plane, read.data(),
+                                 static_cast<int64_t>(read.size()), &step, &count),
+              BALLAST_OK)
+        << ballast_message();
+    if (plane != BALLAST_MASTER) EXPECT_EQ(read, std::vector<float>(read.size(), value));
+    EXPECT_EQ(step, 1u);
+    EXPECT_EQ(count, updates);
+  };
+  expect(0, BALLAST_EXP_AVG, 0.5f, 1);
+  expect(0, BALLAST_EXP_AVG_SQ, 0.75f, 1);
+  expect(3, BALLAST_EXP_AVG_SQ, 0.75f, 0);
+  expect(1, BALLAST_MASTER, 0, 1);
+  const size_t frozen[] = {kFrozen};
+  write.parameters = frozen;
+  write.count = 1;
+  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("frozen"));
+  const size_t far[] = {size_t{1} << 40};
+  write.parameters = far;
+  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_INVALID_ARGUMENT);
+  const int32_t none[] = {9};
+  write.parameters = parameters;
+  write.planes = none;
+  write.plane_count = 1;
+  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_INVALID_ARGUMENT);
+  rank.Step(2);
+  write.planes = planes;
+  ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written),
+            BALLAST_FAILED_PRECONDITION);
+}
+
 TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {
   CRank rank("empty", service());
   const int64_t empty[] = {0, 4};

@@ -186,6 +186,47 @@ TEST_F(CliTest, StateShowsPlanesAndWritesThemForNumPy) {
               HasSubstr("wrote exp_avg of wte"));
 }
 
+TEST_F(CliTest, WriteStateWritesAPlaneBetweenSteps) {
+  const std::string file = directory_ + "/m.npy";
+  Text({"state", "gpt", "wte", "--plane=exp_avg", "--out", file});
+  std::string contents = ReadFile(file);
+  const float value = -0.125f;
+  std::memcpy(contents.data() + 128 + 4 * 17, &value, sizeof(value));
+  std::ofstream(file, std::ios::binary) << contents;
+  const json written = Json({"write-state", "gpt", "wte", file, "--plane=exp_avg"});
+  EXPECT_EQ(written["plane"], "exp_avg");
+  EXPECT_EQ(written["step"], 1);
+  const std::string again = directory_ + "/again.npy";
+  Text({"state", "gpt", "wte", "--plane=exp_avg", "--out", again});
+  EXPECT_EQ(ReadFile(again), contents);
+  ASSERT_TRUE(rank_->Step(1, {}).ok());  // The run goes on.
+  EXPECT_THAT(Text({"write-state", "gpt", "wte", file, "--plane=exp_avg"}),
+              HasSubstr("exp_avg of wte is "));
+  // What cannot be written leaves what is there.
+  const auto now = [&] {
+    Text({"state", "gpt", "wte", "--plane=exp_avg_sq", "--out", again});
+    return ReadFile(again);
+  };
+  const std::string before = now();
+  EXPECT_THAT(Failure({"write-state", "gpt", "wte", file, "--plane=exp_avg_sq"}),
+              HasSubstr("exp_avg_sq of wte is -"));
+  EXPECT_THAT(Failure({"write-state", "gpt", "h.0.b", file, "--plane=exp_avg"}),
+              HasSubstr("has shape [40, 16], and h.0.b has [7]"));
+  EXPECT_THAT(Failure({"write-state", "gpt", "wtee", file, "--plane=exp_avg"}),
+              HasSubstr("did you mean wte?"));
+  EXPECT_THAT(Failure({"write-state", "gpt", "wte", file, "--plane=max_exp_avg_sq"}),
+              HasSubstr("whose group has no amsgrad"));
+  EXPECT_THAT(Failure({"write-state", "gpt", "wte", directory_ + "/none.npy", "--plane=exp_avg"}),
+              HasSubstr("none.npy"));
+  std::ofstream(file, std::ios::binary) << contents.substr(0, contents.size() - 3);
+  EXPECT_THAT(Failure({"write-state", "gpt", "wte", file, "--plane=exp_avg_sq"}),
+              HasSubstr("bytes too early"));
+  std::ofstream(file, std::ios::binary) << "not an array";
+  EXPECT_THAT(Failure({"write-state", "gpt", "wte", file, "--plane=exp_avg_sq"}),
+              HasSubstr("is no .npy file of fp32"));
+  EXPECT_EQ(now(), before);
+}
+
 TEST_F(CliTest, SaveLoadAndClose) {
   const std::string checkpoint = directory_ + "/checkpoint";
   const json saved = Json({"save", "gpt", checkpoint});
@@ -497,6 +538,8 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
             "plane,norm,mean,min,max,zeros,non_finite,magnitude_histogram");
   EXPECT_EQ(Fields(Json({"state", "gpt", "wte", "--out", directory_ + "/w.npy"})),
             "parameter,plane,step,shape,file,bytes");
+  EXPECT_EQ(Fields(Json({"write-state", "gpt", "wte", directory_ + "/w.npy", "--plane=master"})),
+            "parameter,plane,step");
 
   ASSERT_TRUE(rank_->session().BeginStep({}).ok());
   while (Json({"job", "gpt"})["phase"] != "open") std::this_thread::yield();

@@ -288,7 +288,7 @@ class FakeTransport final : public Transport {
     return v1::LoadJobResponse();
   }
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
-      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
     uploaded_state = open.first_state();
     if (absl::Status status = Take(upload_results); !status.ok()) return status;

@@ -216,6 +216,41 @@ TEST_P(SessionTest, AnUndoneStepIsAsIfItNeverHadBeen) {
   });
 }
 
+// The first state once more, after a step: the next one is as if that one had never been.
+TEST_P(SessionTest, StateThatAllRanksWriteIsWhatTheyGoOnFrom) {
+  const JobSpec job = SmallJob("written", 2);
+  StateWrite write = {.planes = {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}};
+  for (size_t p = 0; p < job.layout.parameters.size(); ++p) {
+    if (job.layout.parameters[p].trainable) write.parameters.push_back(static_cast<int>(p));
+  }
+  write.update_counts.assign(write.parameters.size(), 0);
+  const auto first_state = [&](RankForTests& self) {
+    return self.session().WriteState(
+        write, absl::Seconds(2), [&](int chunk, absl::Span<float> out) {
+          const Chunk& of = self.session().layout().chunks()[chunk];
+          for (int64_t i = 0; i < of.elements; ++i) {
+            out[i] = FirstWeight(self.session().layout(), of.group, of.begin + i);
+          }
+        });
+  };
+  ForEachRank(2, [&](int rank) {
+    auto self = Join(job, rank).value();
+    ASSERT_TRUE(self->Step(1, {}).ok());
+    const absl::Status written = first_state(*self);
+    ASSERT_TRUE(written.ok()) << written;
+    ASSERT_TRUE(self->session().ReadWeights().ok());
+    ReferenceRun reference(job);
+    EXPECT_EQ(self->Difference(reference), "");
+    ASSERT_TRUE(self->Step(1, {}).ok());
+    reference.Step(2, 1, {});
+    EXPECT_EQ(self->Difference(reference), "");
+    if (rank == 1) return;
+    const absl::Status alone = first_state(*self);
+    EXPECT_EQ(alone.code(), absl::StatusCode::kDeadlineExceeded) << alone;
+    EXPECT_THAT(std::string(alone.message()), HasSubstr("rank 1 has not brought"));
+  });
+}
+
 TEST_P(SessionTest, AJobDescribedOtherwiseIsRefused) {
   auto self = Join(SmallJob("same", 1), 0);
   ASSERT_TRUE(self.ok()) << self.status();

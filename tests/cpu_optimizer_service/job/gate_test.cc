@@ -21,7 +21,7 @@ constexpr Admission kAllAdmissions[] = {
     Admission::kReadNow,     Admission::kDiscard,    Admission::kSupersede,
     Admission::kAbort,       Admission::kDecide,     Admission::kUpdate,
     Admission::kFinishClear, Admission::kLoad,       Admission::kReplaceState,
-    Admission::kClose,       Admission::kUndo};
+    Admission::kClose,       Admission::kUndo,       Admission::kWrite};
 constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kVoting,
                                 Phase::kSealed,   Phase::kDeciding, Phase::kUpdating,
                                 Phase::kClearing, Phase::kLoading,  Phase::kClosed};
@@ -78,6 +78,10 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
       if (phase == Phase::kUpdating) return Answer::kDecided;
       if (undecided) return Answer::kHasStep;
       if (phase == Phase::kClearing) return Answer::kWaits;
+      return state.torn ? Answer::kTorn : wait_if(state.readers > 0);
+    case Admission::kWrite:
+      if (phase == Phase::kLoading) return Answer::kLoading;
+      if (phase != Phase::kIdle) return Answer::kWaits;
       return state.torn ? Answer::kTorn : wait_if(state.readers > 0);
     case Admission::kDecide:
       return phase == Phase::kSealed ? wait_if(state.readers > 0) : Answer::kAborted;

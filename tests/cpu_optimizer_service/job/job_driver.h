@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <latch>
 #include <map>
 #include <memory>
 #include <optional>
@@ -260,6 +261,58 @@ class JobDriver {
                      const std::optional<Job::Uploader>& uploader) {
     const auto piece = AsPiece(values);
     return job_->WriteInitialWeights(chunk, {piece}, uploader).status();
+  }
+
+  // A rank's part of a write, of process<rank> or `process`, up to its end. Each plane has Values of
+  // another seed; no square is below 0. `done` is told what became of it.
+  absl::Status WriteState(const StateWrite& write, int rank, uint64_t seed, Done<bool> done,
+                          const std::string& process = "") {
+    const auto writer = job_->BeginStateWrite(
+        {.rank = rank,
+         .process_id = process.empty() ? "process" + std::to_string(rank) : process,
+         .generation = job_->Status().generation},
+        write);
+    if (!writer.ok()) return writer.status();
+    for (const int chunk : ChunksOf(write, layout())) {
+      if (layout().chunks()[chunk].rank != rank) continue;
+      const std::vector<float> values = Written(write, chunk, seed);
+      const auto piece = AsPiece(values);
+      const absl::Status wrote = job_->WriteStateChunk(*writer, chunk, {&piece, 1});
+      if (!wrote.ok()) return wrote;
+    }
+    (void)job_->EndStateWrite(*writer, std::move(done));
+    return absl::OkStatus();
+  }
+  // Of all ranks.
+  void WriteState(const StateWrite& write, uint64_t seed) {
+    std::latch written(layout().world_size());
+    for (int rank = 0; rank < layout().world_size(); ++rank) {
+      Check(WriteState(write, rank, seed, [&](absl::StatusOr<bool> done) {
+        Check(done.status());
+        written.count_down();
+      }));
+    }
+    written.wait();  // For readers, perhaps.
+  }
+  StateWrite NextWrite(std::vector<Plane> planes, std::vector<int> parameters,
+                       std::vector<int64_t> update_counts = {}) const {
+    const JobStatus status = job_->Status();
+    return {.step = status.committed_step,
+            .number = status.state_writes + 1,
+            .planes = std::move(planes),
+            .parameters = std::move(parameters),
+            .update_counts = std::move(update_counts)};
+  }
+  // What WriteState writes of a chunk.
+  std::vector<float> Written(const StateWrite& write, int chunk, uint64_t seed) const {
+    std::vector<float> values;
+    for (const Plane plane : write.planes) {
+      const bool squares = plane == Plane::kExpAvgSq || plane == Plane::kMaxExpAvgSq;
+      for (const float value : Values(chunk, seed + static_cast<uint64_t>(plane))) {
+        values.push_back(squares ? value * value : value);
+      }
+    }
+    return values;
   }
 
   void AttachAll() {

@@ -73,6 +73,13 @@ JobRecord SomeRecord() {
   record.decision = SomeDecision();
   record.undid_update = true;
   record.undone = {.step = 9, .generation = {2, /*epoch=*/3}};
+  record.writing = KeptWrite{.write = {.step = 7,
+                                       .number = 5,
+                                       .planes = {Plane::kExpAvg},
+                                       .parameters = {0, 2},
+                                       .update_counts = {7, 6}},
+                             .memory = "write 4"};
+  record.state_writes = 5;
   record.last_vote = {.apply = false};
   return record;
 }
@@ -99,8 +106,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 1937u);
-  EXPECT_EQ(HashOf(bytes), "33b1890cfc384ae7b9a15a5db9a610a142841aab02105a0058cd0e8e4b491dff");
+  EXPECT_EQ(bytes.size(), 2026u);
+  EXPECT_EQ(HashOf(bytes), "d09c69406ef8321571ba2166a27302b149c0e7229996f98d2e1c9518f8076ec1");
 }
 
 }  // namespace

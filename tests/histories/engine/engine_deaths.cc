@@ -1,4 +1,5 @@
 // The service's process dies, and the next one goes on with what it had.
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -64,6 +65,65 @@ absl::Status EnginePlayer::UploadWeights() {
     BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/false));
   }
   return uploaded;
+}
+
+absl::Status EnginePlayer::WriteState() {
+  StateWrite write = WriteOf(history_.job, *attempt_, stage_.model().state().committed_step);
+  const bool all_there =
+      std::none_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.away; });
+  if (write.parameters.empty() || !all_there) return absl::OkStatus();
+  write.number = stage_.job().Status().state_writes + 1;
+  for (const Event& event : attempt_->events) {
+    if (event.kind == EventKind::kDeath && event.pick % 4 == 2) ArmDeath(event);
+  }
+  absl::Status written;
+  while (DiesIn([&] { written = BringWrite(write); })) {
+    BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/false));
+  }
+  BALLAST_RETURN_IF_ERROR(written);
+  if (may_die_) stage_.deaths().Disarm();
+  ++stage_.tally().written;
+  stage_.model().Write(*attempt_);
+  return stage_.CheckAllState();
+}
+
+absl::Status EnginePlayer::BringWrite(const StateWrite& write) {
+  int ended = 0;
+  bool is_under_way = false;  // After a death it may be done.
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    if (is_under_way) {  // Who does not wait for the others is told so.
+      BALLAST_RETURN_IF_ERROR(ExpectCode(absl::StatusCode::kFailedPrecondition,
+                                         ranks_[rank].stream->BeginStep(step_, {}),
+                                         "a begin before a write of state"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(
+        const Job::StateWriter writer,
+        stage_.job().BeginStateWrite(
+            {.rank = rank, .process_id = ranks_[rank].process_id, .generation = generation_},
+            write));
+    is_under_way = writer.id != 0;
+    for (const int chunk : ChunksOf(write, stage_.layout())) {
+      const Chunk& of = stage_.layout().chunks()[chunk];
+      if (of.rank != rank) continue;
+      std::vector<float> values(write.planes.size() * of.elements, 0.0f);
+      for (const ChunkPiece& piece : stage_.layout().Pieces(chunk)) {
+        for (size_t i = 0; i < write.planes.size() * piece.elements; ++i) {
+          const size_t plane = i / piece.elements;
+          const int64_t at = static_cast<int64_t>(i % piece.elements);
+          values[plane * of.elements + piece.chunk_offset + at] =
+              WrittenValue(*attempt_, write.planes[plane], history_.job.parameters[piece.parameter],
+                           piece.parameter_offset + at);
+        }
+      }
+      const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(values.data()),
+                                              values.size() * sizeof(float));
+      BALLAST_RETURN_IF_ERROR(stage_.job().WriteStateChunk(writer, chunk, {&bytes, 1}));
+    }
+    (void)stage_.job().EndStateWrite(
+        writer, [&](const absl::StatusOr<bool>& done) { ended += done.ok() ? 1 : 0; });
+  }
+  return ended == history_.job.world_size ? absl::OkStatus()
+                                          : Wrong("a write of state has not ended");
 }
 
 absl::Status EnginePlayer::SealAll() {

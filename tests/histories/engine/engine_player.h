@@ -100,6 +100,8 @@ class EnginePlayer {
   absl::Status SealAll();
   // The first weights; the service may die in them, too.
   absl::Status UploadWeights();
+  absl::Status WriteState();
+  absl::Status BringWrite(const StateWrite& write);
   // The call, and the same again if the service dies in it.
   template <typename Call>
   auto Survive(const UnderWay& under_way, const Call& call) -> decltype(call()) {

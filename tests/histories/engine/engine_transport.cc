@@ -72,7 +72,7 @@ absl::StatusOr<v1::LoadJobResponse> EngineTransport::LoadJob(const v1::LoadJobRe
 }
 
 absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
-    const v1::OpenTrain& open, absl::Span<const int> chunks,
+    const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
     const std::function<std::vector<float>(int chunk)>& fill) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(open.name()));
   BALLAST_ASSIGN_OR_RETURN(

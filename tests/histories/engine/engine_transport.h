@@ -29,7 +29,7 @@ class EngineTransport final : public client::Transport {
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override;
   absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override;
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
-      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override;
   absl::StatusOr<uint64_t> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,

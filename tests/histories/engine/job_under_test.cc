@@ -29,10 +29,11 @@ std::string Describe(const Tally& tally) {
       ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
       tally.given_up, ", further gradients after may_guess ", tally.not_last, "; aborted ",
       tally.aborted, " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone,
-      ", replaced ", tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
-      "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
-      tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed, "; deaths ",
-      tally.deaths, ", decided steps carried out after one ", tally.carried_out, "; died at ",
+      ", written between steps ", tally.written, ", replaced ", tally.replaced, ", loaded ",
+      tally.loaded, ", snapshots ", tally.snapshots, "; chunks speculated ", tally.speculated,
+      ", published ", tally.published, ", redone ", tally.redone, "; in place ", tally.in_place,
+      ", borrowed ", tally.borrowed, "; deaths ", tally.deaths,
+      ", decided steps carried out after one ", tally.carried_out, "; died at ",
       absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")));
 }
 

@@ -42,6 +42,7 @@ struct Tally {
   int64_t aborted = 0;
   int64_t aborted_at_decision = 0;
   int64_t undone = 0;
+  int64_t written = 0;
   int64_t replaced = 0;
   int64_t loaded = 0;
   int64_t refused_calls = 0;

@@ -144,6 +144,7 @@ struct Training {
   bool in_place = false;  // Ranks share memory with the first process, which is not kept.
   bool pins = false;      // A reader holds the state that each process begins with.
   uint64_t undoes = 0;    // This step, once it is committed for the first time. 0: none.
+  uint64_t writes = 0;    // Of state, once this step is committed. 0: none.
   uint64_t skips = 0;     // This step is voted to be abandoned. 0: none.
   uint64_t begins = 0;    // At this step, with moments.
   uint64_t loads = 0;     // Once this step is committed for the first time. 0: never.
@@ -181,6 +182,7 @@ class Worker {
     }
     AwaitLoad();
     OpenAll();
+    WriteIfDue();
     UndoIfDue();
     LoadIfDue();
     std::vector<int> parameters(job_->spec().layout.parameters.size());
@@ -189,6 +191,7 @@ class Worker {
     if (training_.pins) held = job_->TakeSnapshot(parameters).value();
     while (job_->Status().committed_step < training_.steps) {
       Step();
+      WriteIfDue();
       UndoIfDue();
       LoadIfDue();
     }
@@ -222,6 +225,13 @@ class Worker {
     Must(job_->UndoStep({.step = training_.undoes, .generation = 1}).status());
     if (was_undone) return;
     for (int rank = 0; rank < job_->layout().world_size(); ++rank) Open(rank);
+  }
+  // In each process again: nothing says whether an answer was lost.
+  void WriteIfDue() {
+    if (training_.writes == 0 || job_->Status().committed_step != training_.writes) return;
+    StateWrite write = driver_->NextWrite({Plane::kMaster, Plane::kExpAvgSq}, {0, 2}, {0, 1});
+    write.number = 1;
+    driver_->WriteState(write, 50);
   }
   // Saves step 1, too, where that has not been done.
   void LoadIfDue() {

@@ -117,6 +117,21 @@ TEST_F(JobDeathTest, AroundAnUndoIsNotSeen) {
   DieAtEachStore(training, 0, /*stride=*/4);
 }
 
+// Before, in and after the write: all of it is the state, or nothing, and it comes again.
+TEST_F(JobDeathTest, AroundAWriteOfStateIsNotSeen) {
+  Training training = Small();
+  training.writes = 1;
+  ExpectAmong(DieAtEachStore(training), {"a written chunk"});
+  DieAtEachStore(training, /*second=*/2, /*stride=*/5);
+  DieAtEachStore(training, /*second=*/0, /*stride=*/5, /*in_directory=*/true);
+  training.pins = true;
+  DieAtEachStore(training, 0, /*stride=*/3);
+  training.spec.keep_previous = true;
+  DieAtEachStore(training, 0, /*stride=*/4);
+  training.spec.update_mode = UpdateMode::kSpeculate;
+  DieAtEachStore(training, 0, /*stride=*/4);
+}
+
 TEST_F(JobDeathTest, WhileFirstWeightsComeWithMomentsIsNotSeen) {
   Training training = Small();
   training.begins = 3;

@@ -1,4 +1,4 @@
-#include "client/cli/npy_writer.h"
+#include "client/cli/npy.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

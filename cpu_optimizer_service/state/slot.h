@@ -1,0 +1,19 @@
+// Where the planes of a chunk's state lie.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SLOT_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SLOT_H_
+
+#include <array>
+
+#include "cpu_optimizer_service/common/job_spec.h"
+
+namespace ballast {
+
+// The planes of one chunk, fp32; those that a group does not use are null.
+struct Slot {
+  std::array<float*, kMaxPlanes> planes = {};
+  float* operator[](Plane plane) const { return planes[static_cast<int>(plane)]; }
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SLOT_H_
