@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -20,7 +21,8 @@ from .errors import BallastError, UnavailableError
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_PREFIX, _LOCK = "ballast-", "lock"  # Of its folder, and in it.
+_PREFIX, _LOCK = "ballast-service-", "lock"  # Of its folder, and in it.
+_FILES = (_LOCK, "lock.new", "socket", "address", "ballastd.log")  # Nothing else is ever in it.
 # From SIGTERM to its end: the time that ballastd gives a step in progress, and a little more.
 _STOP_SECONDS = 15
 
@@ -35,10 +37,16 @@ def _end_with_parent():
 
 def _remove_left_folders() -> None:
     """Of services that have ended without the process that started them, which was killed."""
-    for lock in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), open(lock, "rb") as held:  # Another user's, or one that lives.
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # Another user's, or one that lives.
+            held = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            stack.callback(os.close, held)
+            facts = os.fstat(held)
+            if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in _FILES:
+                    (folder / name).unlink(missing_ok=True)
+                folder.rmdir()
 
 
 class Service:
@@ -104,8 +112,8 @@ class Service:
         """Why, as far as is known, if it has ended."""
         if self._process.poll() is None:
             return None
-        return (self._log.read_text(errors="replace").splitlines() if self._log.exists() else None or
-                [f"with {self._process.returncode}"])[-1]
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return next((line for line in reversed(lines) if "error" in line), f"exit code {self._process.returncode}")
 
     def stop(self) -> None:
         """Ends the service, with SIGKILL if it does not end by itself. With a checkpoint_dir it saves first, however

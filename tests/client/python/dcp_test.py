@@ -97,6 +97,48 @@ class DcpTest(unittest.TestCase):
         train(after, second, 3, 6)
         self.assertLess(furthest(after, self.straight()), TOLERANCE)
 
+    def test_a_state_of_no_update_goes_on(self):
+        """As one that was saved after attach(create=True), or a first step that was skipped."""
+        for skips in (False, True):
+            with self.subTest(skips=skips):
+                before, after = Model(), Model()
+                after.load_state_dict(before.state_dict())
+                first = ballast.torch.AdamW(names(before), lr=0.01)
+                first.attach(create=True)
+                if skips:
+                    before.scalar.grad = torch.full_like(before.scalar, torch.inf)
+                    with self.assertWarnsRegex(UserWarning, "step 1 changed nothing"):
+                        first.step()
+                second = ballast.torch.AdamW(names(after), lr=0.5)
+                second.load_state_dict(first.state_dict())
+                first.close()
+                train(after, second, 0, 6)
+                self.assertLess(furthest(after, self.straight()), TOLERANCE)
+
+    def test_a_state_of_the_same_names_in_other_places(self):
+        def swapped(model):
+            pairs = names(model)
+            return [{"params": pairs[3:]}, {"params": pairs[:3]}]
+
+        before = Model()
+        first = torch.optim.AdamW([{"params": names(before)[:3]}, {"params": names(before)[3:]}], lr=0.01)
+        train(before, first, 0, 3)
+        after = copy.deepcopy(before)
+        second = ballast.torch.AdamW(swapped(after), lr=0.01)
+        second.load_state_dict(first.state_dict())
+        train(after, second, 3, 6)
+        self.assertLess(furthest(after, self.straight()), TOLERANCE)
+
+    def test_entries_of_others_are_still_missed(self):
+        before = Model()
+        train(before, ballast.torch.AdamW(names(before), lr=0.01), 0, 1)
+        ballast.torch.AdamW(names(before)).state_dict()
+        with tempfile.TemporaryDirectory() as folder:
+            dcp.save({"optimizer": {"state": {"w": {"exp_avg": torch.zeros(2)}}}}, checkpoint_id=folder, no_dist=True)
+            with self.assertRaisesRegex(dcp.api.CheckpointException, "(?s)Missing key.*optimizer.state.w.master"):
+                dcp.load({"optimizer": {"state": {"w": {"exp_avg": torch.ones(2), "master": torch.ones(2)}}}},
+                         checkpoint_id=folder, no_dist=True)
+
     def test_a_state_of_other_groups(self):
         """By name; one without names in the same groups but for empty ones."""
         cases = (

@@ -41,10 +41,10 @@ class InterruptsTest(unittest.TestCase):
         options = {"service": self.service.address, "job": f"{mode}-{next(_numbers)}"} | _MODES[mode] | options
         return model, ballast.torch.AdamW(names(model), lr=0.01, **options)
 
-    def train(self, model, optimizer, until=_STEPS):
-        """Step by step, each with the batch that its number has."""
+    def train(self, model, optimizer, until=_STEPS, zeroes=None):
+        """Step by step, each with the batch that its number has. zeroes: the optimizer, or the model."""
         while True:
-            optimizer.zero_grad()
+            (zeroes or optimizer).zero_grad()
             step = optimizer.param_groups[0]["job_step"]
             if step == until:
                 return
@@ -53,6 +53,15 @@ class InterruptsTest(unittest.TestCase):
 
     def weights(self, model):
         return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def weights_by_step(self, mode):
+        model, optimizer = self.training(mode)
+        result = [self.weights(model)]
+        for until in range(1, _STEPS + 1):
+            self.train(model, optimizer, until)
+            result.append(self.weights(model))
+        optimizer.close()
+        return result
 
     def undisturbed(self, mode, disturbance):
         """Its weights, and how many events there are in it."""
@@ -71,12 +80,12 @@ class InterruptsTest(unittest.TestCase):
             model, optimizer = self.training(mode)
             event = disturbance(at)
             with self.subTest(mode=mode, event=at), self.assertRaises(KeyboardInterrupt) as raised, event:
-                self.train(model, optimizer)
+                self.train(model, optimizer, zeroes=(model, optimizer)[at % 2])
                 optimizer.close()
             with self.subTest(mode=mode, event=at, place=place_of(raised.exception)):
-                if at % 2:
+                if at % 4 > 1:
                     optimizer.attach(create=True)
-                self.train(model, optimizer)
+                self.train(model, optimizer, zeroes=(model, optimizer)[at % 2])
                 optimizer.close()
                 for (name, parameter), other in zip(model.named_parameters(), expected):
                     self.assertTrue(torch.equal(parameter, other), name)
@@ -117,6 +126,7 @@ class InterruptsTest(unittest.TestCase):
             for mode in ("plain", "overlap_weights"):
                 self.undisturbed(mode, AtLine)
                 expected, events = self.undisturbed(mode, AtLine)
+                steps = self.weights_by_step(mode)
                 for at in random.Random(2).sample(range(1, events + 1), 15):
                     model, optimizer = self.training(mode, service=service.address)
                     try:
@@ -126,9 +136,14 @@ class InterruptsTest(unittest.TestCase):
                     except KeyboardInterrupt:
                         if optimizer._binding is None:  # Of no job.
                             continue
+                        saved = self.weights(model)  # As trainers do: before the optimizer's.
                         state = optimizer.state_dict()
+                    else:  # Its waits had fewer lines.
+                        continue
                     job = optimizer._settings["job"]
                     with self.subTest(mode=mode, event=at):
+                        for one, other in zip(saved, steps[state["param_groups"][0]["job_step"]]):
+                            self.assertTrue(torch.equal(one, other))
                         # The job goes on, so only what was saved with the state is left of that step.
                         self.train(model, optimizer, _STEPS + 1)
                         optimizer.close()

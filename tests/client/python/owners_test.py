@@ -2,6 +2,7 @@
 """Several optimizers of ballast.torch in a process: one after the other, beside each other, and over the same
 parameters."""
 
+import gc
 import os
 import pathlib
 import unittest
@@ -89,6 +90,26 @@ class OwnersTest(unittest.TestCase):
         for model, optimizer in ((models[0], optimizers[0]), (models[4], optimizers[2])):
             train(model, optimizer, 2, begin=3)
             self.assertLess(furthest(model, self.reference(5)), TOLERANCE)
+
+    def test_a_job_of_one_that_the_garbage_collector_has_ended_is_no_others(self):
+        """As trainers have it, which are in cycles with their optimizers."""
+        lives = optimizer_of(Model())
+        train(Model(), lives)
+        for _ in range(2):
+            model = Model()
+            gone = optimizer_of(model)
+            gone.trainer = gone
+            train(model, gone)
+            del gone
+            gc.collect()
+        model = Model()
+        another = optimizer_of(model)
+        train(model, another)
+        self.assertLess(furthest(model, self.reference()), TOLERANCE)
+        client = ballast.connect(lives._kept.service.address)
+        self.assertEqual(len(client.jobs()), 2)
+        another.close()
+        lives.close()
 
     def test_another_over_the_same_parameters_is_told(self):
         for options in _MODES:

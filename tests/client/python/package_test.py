@@ -411,6 +411,19 @@ class Package(unittest.TestCase):
             pid = int(done.stdout)
             processes.await_(f"the service's end after {way}", lambda: processes.state_of(pid) in ("Z", "X", ""))
 
+    def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
+            left, users, strange = (pathlib.Path(folder, f"ballast-{name}") for name in
+                                    ("service-left", "service-users", "service-strange"))
+            for each in (left, users, strange):
+                each.mkdir()
+            for file in (left / "lock", left / "ballastd.log", users / "lock", users / "notes"):
+                file.touch()
+            os.mkfifo(strange / "lock")
+            ballast.Service(memory_limit="100MiB").stop()
+            self.assertEqual(sorted(path.name for path in pathlib.Path(folder).glob("*/*")), ["lock", "notes"])
+            self.assertFalse(left.exists())
+
     def test_a_script_that_closes_nothing_ends_silently(self):
         script = ("import sys, numpy as np, ballast\n"
                   "service = ballast.Service()\n"

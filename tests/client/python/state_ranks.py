@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ballast
 import ballast.torch
 from ballast.torch.binding import Binding
-from ballast.torch.moments import _part
+from ballast.torch.moments import part_of
 from fsdp_ranks import TOLERANCE, Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
 
 
@@ -152,7 +152,7 @@ def a_state_is_placed_as_the_parameters(rank, world_size, service, job):
                         for placement in (Shard(0), Shard(1), Replicate()))]
     for value in placed:
         for parameter in placed:
-            part = _part(value.clone(), parameter)
+            part = part_of(value.clone(), parameter)
             expected = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             assert torch.equal(part, expected), (value, parameter, part)
     return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import math
@@ -46,7 +47,7 @@ from . import patches, streaming, uneven
 from .clipping import Sealed
 from .ddp import check_reduction, ddp_of, hook_ddp, whole_on_several_ranks
 from .description import Described, check_group, check_memory, lines, weights_in_lines
-from .moments import Moments, digest, gather, upload
+from .moments import Moments, digest, gather, part_of, upload
 from .own_service import Kept, OwnService, own_service
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of
@@ -90,7 +91,8 @@ class Binding:
                  module: torch.nn.Module | None, credentials: dict[str, str | None],
                  resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
-                 keep_previous: bool = False, on_abort: str = "redo", kept: Kept, logged: Logged):
+                 keep_previous: bool = False, on_abort: str = "redo", on_write: str = "error",
+                 write_back: Callable[[], None], kept: Kept, logged: Logged):
         self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
@@ -98,10 +100,12 @@ class Binding:
         self._in_step = False  # It is decided, and has not ended on the session.
         self._reopening = False  # In which an interrupt may come, too.
         self._lost = False  # Gradients that were freed when they left.
-        # Of a step that has not ended: the job's step before, and the gradients; these, too, if it was made all the same.
+        # Of a step() that has not returned: the job's step before, and the gradients.
         self._given: tuple[int, list[Seen]] | None = None
-        self._applied: list[Seen] | None = None
+        self._applied: list[tuple[int, ...]] | None = None  # Of these if the step was made all the same: see _print_of.
         self._hyper_parameters = _weakly(hyper_parameters)  # Of the param groups, as they are now.
+        self._write_back = _weakly(write_back)  # Before a step begins: what the trainer has written of the state.
+        self._sends = on_write == "send"
         self._begun_with: list[HyperParameters] = []
         self._has_warned = False  # Of a step without any gradient.
         self._own_gradients: list[torch.Tensor | None] | None = None  # While this rank, which has joined, has others'.
@@ -161,16 +165,17 @@ class Binding:
         else finds it."""
         if os.getpid() != self._process:  # It is closed, or this is a fork, which has nothing of it.
             return
+        failed = self.failed
+        self._reopening = True  # Where an interrupt leaves it, another session goes on.
         if self.stream is not None:
             self.stream.close()
         if self.returning is not None:
             self.returning.close()
-        failed = self.failed
         own = self._kept.service
         if self.peers is not None:
             self.peers.leave(0.0 if own is None or failed else _LEAVE_SECONDS)
         if self.session is not None:
-            if with_job and own is not None and own.is_here and own.has_other_jobs and not self.session.ended:
+            if with_job and own is not None and own.is_here and own.has_others(self._kept) and not self.session.ended:
                 with contextlib.suppress(BallastError):  # It goes with the service.
                     self.session.close_job()
             self.session.close()
@@ -357,6 +362,7 @@ class Binding:
         return _identities(param_groups) == self._bound_to
 
     def _has_failed(self) -> bool:
+        self._settle_alone()
         return self.failed
 
     @property
@@ -383,10 +389,20 @@ class Binding:
         before, given = self._given or (self.step_count, None)
         self._lost = self._lost or (self.stream is not None and self.stream.frees and bool(self.stream.left))
         with self._notifying():
-            self._open_again()
+            for tries in range(_MOST_SESSIONS):
+                try:
+                    self._open_again()
+                    break
+                except AbortedError:  # By what is left of the session that was interrupted.
+                    if tries + 1 == _MOST_SESSIONS:
+                        raise
         if self.step_count > before:
-            self._applied, self._lost = given, False
+            self._applied, self._lost = given and _print_of([gradient for gradient, _ in given]), False
         self._given, self._reopening = None, False
+
+    def _settle_alone(self) -> None:
+        if self.is_torn and self.peers is None and self._broken is None:
+            self.settle()
 
     def settle_to_save(self) -> None:
         """Before a state is taken, which says where the job stands, also where only attach() goes on from there."""
@@ -394,6 +410,8 @@ class Binding:
             self.settle()
             self.end_step()
             return
+        if self._kept.service is not None:
+            self._kept.service.check()
         job = next((job for job in self._client.jobs() if job["uid"] == self.job_uid), None)
         if job is None:
             raise NotFoundError(f"the service has no job {self.job} of this optimizer any more, so there is no state")
@@ -459,10 +477,14 @@ class Binding:
 
     def read_state(self, parameter: torch.Tensor, plane: str) -> tuple[torch.Tensor, int]:
         """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
-        self.settle()
         index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
-        whole = torch.empty(tuple(parameter.shape), dtype=torch.float32)
-        _, updates = self.session.read_state(index, plane, whole.data_ptr(), memory=whole)
+        if self._broken is None and not self.failed:
+            self.settle()
+            whole = torch.empty(tuple(parameter.shape), dtype=torch.float32)
+            _, updates = self.session.read_state(index, plane, whole.data_ptr(), memory=whole)
+        else:  # The job can still be looked at.
+            whole = torch.from_numpy(self._client.state(self.job, self.names[index], plane))
+            updates = self._client.summary(self.job, self.names[index])["update_count"]
         whole = whole.to(parameter.device)
         if isinstance(parameter, DTensor):  # Each rank keeps its own part of what it has read.
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -470,10 +492,53 @@ class Binding:
 
     # ------------------------------------------------------------ a step
 
+    def write_state(self, indices: list[int], planes: dict[str, list[torch.Tensor | None]],
+                    update_counts: list[int] | None) -> None:
+        """Of all ranks, between steps: these planes of these parameters, each placed as the parameter is, or None for
+        zeros; and how often they were updated."""
+        place_of = {index: place for place, index in enumerate(indices)}
+        flat: dict[tuple[int, str], torch.Tensor] = {}
+
+        def write(index: int, plane: str, offset: int, elements: int, address: int) -> None:
+            value = planes[plane][place_of[index]]
+            if value is None:
+                return  # The memory is zero.
+            if (index, plane) not in flat:
+                flat.clear()
+                flat[index, plane] = part_of(value, self.parameters[index]).detach().reshape(-1)
+            place = torch.frombuffer((ctypes.c_float * elements).from_address(address), dtype=torch.float32)
+            place.copy_(flat[index, plane][offset:offset + elements])
+
+        with self._notifying(), self.session.part():
+            self.session.write_state(indices, list(planes), write, update_counts=update_counts)
+        self._saved_step = None  # The state of that step is another one now.
+
+    def send_weights(self, indices: list[int] | None) -> None:
+        """Of all ranks, between steps: the weights of these parameters, by default of all that are trained, are the
+        service's, too."""
+        of_job = self.session.job.parameters
+        chosen = [index for index in (range(len(of_job)) if indices is None else indices) if not of_job[index].frozen]
+        if not chosen:
+            return
+        if self.stream is not None and self.stream.begun:
+            raise FailedPreconditionError("the step has begun, in a backward: call zero_grad(), or step(), before "
+                                          "send_weights()")
+        self.write_state(chosen, {"master": [self.parameters[index] for index in chosen]}, None)
+        for index in chosen:
+            self.places.keep(index)
+        self._watch.remember(chosen)
+
     def step(self, loss_scale: float, param_groups: list[dict[str, Any]]) -> Decision:
         """param_groups: as they are now; their parameters must be those that it is bound to."""
         with self._notifying(of_interrupts=True):
             return self._step(loss_scale, param_groups)
+
+    def interrupted(self) -> None:
+        """In a step(), by Ctrl-C: what the trainer saves then is all of one step."""
+        with contextlib.suppress(Exception):
+            self._settle_alone()
+        if self._given is not None and self.step_count > self._given[0]:
+            self._applied = _print_of([gradient for gradient, _ in self._given[1]])
 
     def _step(self, loss_scale: float, param_groups: list[dict[str, Any]]) -> Decision:
         self.settle()
@@ -489,10 +554,10 @@ class Binding:
                                        f"made, and is {getattr(now, name)} now, which no job does: set it back, or "
                                        "create another optimizer and another job")
         given = [seen(parameter.grad) for parameter in self.parameters]
-        if self._applied is not None and _same(given, self._applied):  # The step that was interrupted.
-            self._applied = None
+        was_made = self._was_made(given)
+        self._given = self._applied = None
+        if was_made:
             return Decision(self.step_count, True, math.nan, math.nan, "")
-        self._applied = None
         self._check_not_lost()
         streamed = self.stream is not None and self.stream.begun
         if streamed:
@@ -518,10 +583,19 @@ class Binding:
             with self._part():
                 decision = decide()
                 self._end(decision)
-                self._applied = given
             if self.returning is not None:
                 self.returning.take_held()
         return decision
+
+    def _was_made(self, given: list[Seen]) -> bool:
+        """Whether an interrupted step() had made the step of these gradients, so that they do not count twice."""
+        if self._applied is not None:
+            return self._applied == _print_of([gradient for gradient, _ in given])
+        if self._given is None or self.step_count <= self._given[0]:
+            return False
+        # The interrupt came after that, before the trainer was told.
+        return any(gradient is not None for gradient, _ in given) and all(
+            one is other and version == before for (one, version), (other, before) in zip(given, self._given[1]))
 
     def _call_joined(self, what: str, loss_scale: float = 1.0) -> None:
         """In a join, has ranks that have joined do the same; see uneven."""
@@ -602,8 +676,8 @@ class Binding:
         self._own_gradients = None
 
     def forget_given(self) -> None:
-        """The trainer knows of the step."""
-        self._given = self._applied = None
+        """The trainer knows of the step, or has called zero_grad()."""
+        self._given, self._applied, self._lost = None, None, False
 
     def _end(self, decision: Decision) -> None:
         comes_later = self.returning is not None and decision.applied
@@ -696,6 +770,8 @@ class Binding:
     def _open_again(self) -> None:
         """The session of every rank has ended."""
         self._reopening = True
+        if self.stream is not None and self.stream.closed:
+            self.stream = None
         if self.stream is not None:
             self.stream.leave_session()
         if self.returning is not None:
@@ -777,9 +853,8 @@ class Binding:
 
     def discard(self, set_to_none: bool) -> None:
         """With zero_grad(): takes back what has left since the last step."""
-        if self.is_torn and self.peers is None and self._broken is None:
-            self.settle()
-        self._applied, self._lost = None, False
+        self._settle_alone()
+        self.forget_given()
         if self.stream is not None:
             self.stream.discard()
             for index, parameter in enumerate(self.parameters):
@@ -823,6 +898,7 @@ class Binding:
         if self.returning is not None:
             self.returning.wait()
             self.end_step()
+        self._write_back()
         self._check_untouched(all_of_it=in_step)
         self._begun_with = self._hyper_parameters()
 
@@ -876,7 +952,7 @@ class Binding:
         changed = next(iter(self._watch.changed()), self._watch.first_written())
         if changed is not None:
             raise RuntimeError(f"parameter {self.names[changed]} was changed during the step, and the service does "
-                               "not know; call zero_grad(), and change weights before the first step only")
+                               "not know: call zero_grad(), and change weights between steps, with send_weights()")
 
     def _start_stream(self) -> GradientStream:
         trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -887,7 +963,8 @@ class Binding:
                   for parameter in self.parameters]
         frees = self._accumulation_steps is not None and not isinstance(self.places, Flats)
         stream = GradientStream(self.session, hooked, self._accumulation_steps or 1, frees, _weakly(self._own_part),
-                                _weakly(self._begin_early), _weakly(self._seal), _weakly(self._has_failed), on_gpu)
+                                _weakly(self._begin_early), _weakly(self._seal), _weakly(self._has_failed),
+                                _weakly(self.forget_given), on_gpu)
         if isinstance(self.places, Flats):
             hook_ddp(self._module)
         patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)
@@ -916,13 +993,16 @@ class Binding:
                 self._broken = self._broken or _INTERRUPTED
             if self.peers is not None:
                 self.peers.fail(error)
-                self._broken = self._broken or (f"this optimizer ended with: {error}; attach(), on all ranks, goes on "
-                                                "from the job's weights")
+                self._broken = self._broken or (f"this optimizer ended with: {str(error) or type(error).__name__}; "
+                                                "attach(), on all ranks, goes on from the job's weights")
             raise
 
     def _check_untouched(self, all_of_it: bool) -> None:
         """The service has the weights: what other code has written since would be lost. all_of_it: what autograd
         does not count, too, where that can be seen."""
+        if self._sends:
+            return self.send_weights(None if self.peers is not None else
+                                     sorted({*self._watch.changed(), *self._watch.written()}))
         changed = self._watch.changed()
         same = {i: self.places.same(i) for i in changed}
         # Written in place: what was there is with the service.
@@ -935,8 +1015,9 @@ class Binding:
         written = next((i for i in changed if not same[i]), self._watch.first_written() if all_of_it else None)
         if written is not None:
             raise RuntimeError(
-                f"parameter {self.names[written]} was changed since the last step, and the service does not know: it "
-                "keeps the weights. Change weights before the first step, or through a new job")
+                f"parameter {self.names[written]} was changed since the last step, and the service, which keeps the "
+                "weights, does not know: call the optimizer's send_weights() after the change, or attach() to have the "
+                "service's weights back")
         if changed:
             self._watch.remember()
 
@@ -960,7 +1041,7 @@ class Binding:
     def _take_weights(self) -> None:
         self.places.deliver()
         if self._watch is None:
-            self._watch = Watch(self.parameters)
+            self._watch = Watch(self.parameters, exact=self._sends and self.peers is None)
         else:
             self._watch.remember()
 
@@ -995,8 +1076,16 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: reference()(*arguments)
 
 
-def _same(ones: list[Seen], others: list[Seen]) -> bool:
-    return all(one is other and version == before for (one, version), (other, before) in zip(ones, others))
+def _print_of(gradients: list[torch.Tensor | None]) -> list[tuple[int, ...]] | None:
+    """Of their bits: others have another one. None if there is none."""
+    prints = []
+    for gradient in gradients:
+        if gradient is None:
+            prints.append((0,))
+            continue
+        bits = local(gradient).reshape(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[gradient.element_size()])
+        prints.append((id(gradient), int(bits.sum(dtype=torch.int64)), int(bits[::7].sum(dtype=torch.int64))))
+    return prints if any(gradient is not None for gradient in gradients) else None
 
 
 def _identities(param_groups: list[dict[str, Any]]) -> list[int]:

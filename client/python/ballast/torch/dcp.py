@@ -12,8 +12,9 @@ import sys
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
-# By the path of an entry in the flat state, that of a parameter or group in between.
-_OURS = re.compile(r"(.*\.)?(param_groups\..*\.(job_uid|job_step|param_names(\.\d+)?)|state\..*\.master)")
+# By the path of an entry in the flat state: an optimizer of ours is where this is, and has these.
+_MARK = re.compile(r"(.*\.|)param_groups\..*\.job_uid")
+_OURS = re.compile(r"param_groups\..*\.(job_uid|job_step|param_names(\.\d+)?)|state\..*\.master")
 
 
 def asks() -> bool:
@@ -32,10 +33,12 @@ def _leaving_ours(original):
     @functools.wraps(original)
     def create_local_plan(self):
         saved = set() if self.metadata is None else self.metadata.state_dict_metadata
-        for key in [key for key in self.state_dict if key not in saved and _OURS.fullmatch(key)]:
-            del self.state_dict[key]
-            if key.endswith(".master"):  # The weights are in the checkpoint's model.
-                _remove(self.original_state_dict, self.mappings.get(key, (key,)))
+        for optimizer in {match[1] for match in map(_MARK.fullmatch, self.state_dict) if match}:
+            for key in [key for key in self.state_dict if key not in saved and key.startswith(optimizer)
+                        and _OURS.fullmatch(key.removeprefix(optimizer))]:
+                del self.state_dict[key]
+                if key.endswith(".master"):  # The weights are in the checkpoint's model.
+                    _remove(self.original_state_dict, self.mappings.get(key, (key,)))
         return original(self)
 
     return create_local_plan

@@ -46,14 +46,14 @@ def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, 
     none, without its empty groups. A group whose parameters were in several has its own hyper-parameters. What cannot be
     matched stays."""
     theirs = state["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    if [len(group["params"]) for group in theirs] == sizes:
-        return state
-    if [len(group["params"]) for group in theirs if group["params"]] == sizes:
-        return {**state, "param_groups": [group for group in theirs if group["params"]]}
     found = {name: (index, group) for group in theirs for name, index in zip(group.get("param_names", []), group["params"])}
     names = [name for group in groups for name in group["param_names"]]
     if sorted(found) != sorted(names):
+        sizes = [len(group["params"]) for group in groups]
+        if [len(group["params"]) for group in theirs if group["params"]] == sizes:
+            return {**state, "param_groups": [group for group in theirs if group["params"]]}
+        return state
+    if [group["param_names"] for group in theirs] == [group["param_names"] for group in groups]:
         return state
     result = []
     for group in groups:

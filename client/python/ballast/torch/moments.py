@@ -77,7 +77,7 @@ def gather(job: Job, parameters: list[torch.Tensor], moments: list[Moments | Non
                 value = None if spec.frozen else _master(parameter.detach(), values)
             elif plane == "max_exp_avg_sq" and not amsgrad:
                 value = None
-            found.append(None if value is None else _part(value, parameter))
+            found.append(None if value is None else part_of(value, parameter))
     return counts, parts
 
 
@@ -110,7 +110,7 @@ def digest(parameters: list[torch.Tensor], moments: dict[int, Moments | None]) -
     return seen.hexdigest()
 
 
-def _part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def part_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Of a state's tensor, as this rank has of the parameter."""
     kept = value
     if isinstance(value, DTensor) and not (isinstance(parameter, DTensor) and value.placements == parameter.placements

@@ -42,6 +42,7 @@ class Adam(Remote):
                  reconnect_timeout: float = 60.0, full_state: bool | None = None,
                  overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
                  module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
+                 on_write: str = "error",
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
                  token_file: str | None = None):
         _check_tensors(lr, betas, foreach)
@@ -63,7 +64,7 @@ class Adam(Remote):
                          process_group=process_group, timeout=timeout, reconnect_timeout=reconnect_timeout,
                          full_state=full_state, overlap=overlap,
                          overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
-                         keep_previous=keep_previous, on_abort=on_abort,
+                         keep_previous=keep_previous, on_abort=on_abort, on_write=on_write,
                          credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file))
 
 
@@ -82,7 +83,10 @@ class AdamW(Adam):
     UnavailableError. full_state: state_dict has the moments, too; by default with service=None, whose state ends with
     the run. keep_previous: `undo_step` is possible, and the service keeps one more version of all state for it.
     on_abort: what becomes of a step that cannot be kept, because it was aborted on the service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
-    changes nothing, `skipped` says why, and training goes on. tls_ca, tls_cert, tls_key, token_file: files, as for
+    changes nothing, `skipped` says why, and training goes on. on_write: what becomes of weights that the trainer has
+    written between steps, which the service would undo. "error": step() raises, and names `send_weights` and `attach`.
+    "send": step() has the service take them, also those written by .data; in one process for a copy of the weights and
+    a look at them in each step, with several ranks by sending all weights before each step. tls_ca, tls_cert, tls_key, token_file: files, as for
     `ballast.connect`.
 
     overlap: from the second step on each gradient leaves as soon as backward has it. The bits are the same: what counts
@@ -116,6 +120,7 @@ class AdamW(Adam):
                  reconnect_timeout: float = 60.0, full_state: bool | None = None,
                  overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
                  module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
+                 on_write: str = "error",
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
                  token_file: str | None = None):
         super().__init__(
@@ -124,7 +129,7 @@ class AdamW(Adam):
             max_norm=max_norm, update=update, process_group=process_group, timeout=timeout,
             reconnect_timeout=reconnect_timeout, full_state=full_state, overlap=overlap,
             overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
-            keep_previous=keep_previous, on_abort=on_abort, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+            keep_previous=keep_previous, on_abort=on_abort, on_write=on_write, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
             token_file=token_file)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ class OwnService:
     def __init__(self):
         self._service, self._owner = Service(), os.getpid()
         self._jobs: weakref.WeakValueDictionary[str, Kept] = weakref.WeakValueDictionary()
+        self._names: set[str] = set()  # Of all that there have been.
         weakref.finalize(self, self._service.stop).atexit = False  # The service has its own.
 
     @property
@@ -35,9 +36,8 @@ class OwnService:
         """Whether it lives, and this process is no fork of the one that started it."""
         return os.getpid() == self._owner and self._service.ended is None
 
-    @property
-    def has_other_jobs(self) -> bool:
-        return len(self._jobs) > 1
+    def has_others(self, kept: Kept) -> bool:
+        return any(other is not kept for other in self._jobs.values())
 
     def check(self) -> None:
         """UnavailableError if it has ended."""
@@ -47,11 +47,12 @@ class OwnService:
                                    f"({why}): load a state into another optimizer")
 
     def name_for(self, kept: Kept, job: str) -> str:
-        """The job's name, or, where another optimizer has a job of it, that with a number."""
+        """The job's name, or, where another optimizer has, or had, a job of it, that with a number."""
         number, name = 1, job
-        while self._jobs.get(name, kept) is not kept:
+        while name in self._names and self._jobs.get(name) is not kept:
             number += 1
             name = f"{job}-{number}"
+        self._names.add(name)
         self._jobs[name] = kept
         return name
 

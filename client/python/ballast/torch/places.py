@@ -83,6 +83,12 @@ class Shards:
                 tensor.copy_(flat[begin:begin + tensor.numel()].view(tensor.shape))
             begin += tensor.numel()
 
+    def keep(self, index: int) -> None:
+        """The parameter's weights are those that were delivered last."""
+        here, place = local(self.parameters[index]), self.places[index]
+        if here.data_ptr() != place.data_ptr():
+            place.copy_(here)
+
     def same(self, index: int) -> bool | None:
         """Whether the parameter has the weights that were delivered last. None: the session must read them
         again to know. Of another rank's replica that rank tells."""
@@ -146,6 +152,10 @@ class Flats:
         begin = max(first - flat.begins[index], 0)
         end = min(first + flat.shard_elements - flat.begins[index], self.parameters[index].numel())
         return (begin, end) if begin < end else (0, 0)
+
+    def keep(self, index: int) -> None:
+        """As Shards.keep."""
+        self.places[index].copy_(self.parameters[index].detach())
 
     def same(self, index: int) -> bool:
         """As Shards.same, of what this rank got from the service: other ranks look at the rest."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from .groups import named, names_in, regrouped
 from .moments import Moments, moments_of
 from .reports import Logged
 from .returning import check_overlap_weights
+from .state import Handed, ParameterState
 
 # A warning says the first skipped step, and from then on each of so many.
 _SKIPS_A_WARNING = 100
+_SCALES = "torch.amp.grad_scaler"
 _MOST_NAMES = 8  # In a warning.
 _NUMBERED = re.compile(r"param\.\d+")
 
@@ -43,7 +47,7 @@ class Remote(torch.optim.Optimizer):
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float,
                  reconnect_timeout: float, full_state: bool | None, overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
-                 module: torch.nn.Module | None, keep_previous: bool, on_abort: str,
+                 module: torch.nn.Module | None, keep_previous: bool, on_abort: str, on_write: str,
                  credentials: dict[str, str | None]):
         self._forget_steps()
         self._kept = Kept()
@@ -53,6 +57,8 @@ class Remote(torch.optim.Optimizer):
             raise ValueError(f"Invalid update value: {update!r}; expected 'wait' or 'speculate'")
         if on_abort not in ("redo", "skip"):
             raise ValueError(f"Invalid on_abort value: {on_abort!r}; expected 'redo' or 'skip'")
+        if on_write not in ("error", "send"):
+            raise ValueError(f"Invalid on_write value: {on_write!r}; expected 'error' or 'send'")
         if not reconnect_timeout > 0:
             raise ValueError(f"Invalid reconnect_timeout value: {reconnect_timeout}")
         if accumulation_steps is not None and accumulation_steps < 1:
@@ -70,7 +76,8 @@ class Remote(torch.optim.Optimizer):
                               process_group=process_group, timeout=timeout,
                               reconnect_timeout=reconnect_timeout, overlap=overlap,
                               overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
-                              keep_previous=keep_previous, on_abort=on_abort, credentials=credentials)
+                              keep_previous=keep_previous, on_abort=on_abort, on_write=on_write,
+                              credentials=credentials)
         # The rest is known when it is bound to its job.
         if overlap and isinstance(module, torch.nn.parallel.DistributedDataParallel):
             check_reduction(module)
@@ -82,10 +89,11 @@ class Remote(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler. True: it hands over its scale and leaves the gradients as they are, the service divides
+        """Asked by GradScaler, and of others no scale is to be handed over. True: it hands over its scale and leaves the gradients as they are, the service divides
         them, and all ranks skip the step where one is not finite. So it is where GradScaler cannot: each rank sees
         its own shards only, and torch unscales no fp16."""
-        return any(isinstance(parameter, DTensor) or parameter.dtype == torch.float16
+        return sys._getframe(1).f_globals.get("__name__") == _SCALES and any(
+            isinstance(parameter, DTensor) or parameter.dtype == torch.float16
                    for group in self.param_groups for parameter in group["params"])
 
     def _forget_steps(self) -> None:
@@ -95,6 +103,10 @@ class Remote(torch.optim.Optimizer):
         self.skipped: str | None = None
         self._skips = 0
         self._logged = Logged()  # Of the next step.
+        # Of the parameters that a job trains, by identity: their index there, and their planes.
+        self._trained: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._offsets: dict[int, int] = {}  # By that: the job's steps that are none of the parameter's updates.
+        self._stale: list[Handed] = []
 
     # ------------------------------------------------------------ a step
 
@@ -113,7 +125,14 @@ class Remote(torch.optim.Optimizer):
             raise RuntimeError("step() talks with the service, which a CUDA graph cannot record; capture forward and "
                                "backward only, and call step() after the replay")
         binding = self._bound(new=True)
-        self._end_step(binding.step(self._loss_scale(), self.param_groups))
+        try:
+            self._end_step(binding.step(self._loss_scale(), self.param_groups))
+        except Exception:
+            raise
+        except BaseException:
+            binding.interrupted()
+            self._tell_step()
+            raise
         return loss
 
     def _end_step(self, decision: Decision) -> None:
@@ -281,11 +300,11 @@ class Remote(torch.optim.Optimizer):
             self._binding = Binding(
                 self.param_groups, self._current_hyper_parameters,
                 resume=resume, new=new or self._moments is not None, attach=attach or resume is not None,
-                checkpoint=checkpoint, moments=self._moments, kept=self._kept, logged=self._logged,
-                **self._settings)
+                checkpoint=checkpoint, moments=self._moments, write_back=self._write_back, kept=self._kept,
+                logged=self._logged, **self._settings)
             self._moments, self._kept.begun = None, False
             owners.register(self, self._binding.parameters, _job_of)
-            self._fill_state()
+            self._know_trained(is_new=not attach and resume is None)
             self._tell_step()
         return self._binding
 
@@ -307,13 +326,99 @@ class Remote(torch.optim.Optimizer):
             return next(iter(living_with(parameters)), None)
         return self.module
 
-    def _tell_step(self) -> None:
+    def _know_trained(self, is_new: bool) -> None:
+        job = self._binding.session.job
+        index_of = {id(parameter): index for index, parameter in enumerate(self._binding.parameters)
+                    if not job.parameters[index].frozen}
+        self._trained = {id(parameter): (index_of[id(parameter)], _planes_of(group))
+                         for group in self.param_groups for parameter in group["params"] if id(parameter) in index_of}
+        self._offsets = {}
         for parameter in self._binding.parameters:
-            if parameter in self.state:
-                self.state[parameter]["step"].fill_(self._binding.step_count)
-        for group in self.param_groups:
-            group["job_uid"], group["job_step"] = self._binding.job_uid, self._binding.step_count
+            state = self.state.get(parameter)
+            if is_new and type(state) is ParameterState and any(plane in dict.keys(state) for plane in _PLANES):
+                name = self._binding.names[index_of.get(id(parameter), 0)]
+                raise RuntimeError(f"state of parameter {name} was put in before the first step: give it by "
+                                   "load_state_dict(), or after that step")
+
+    def _tell_step(self) -> None:
+        self._stale = [handed for handed in self._stale if not handed.is_gone]
+        for parameter in self._binding.parameters:
+            if id(parameter) in self._trained:
+                self._stale += self._state_of(parameter).tell(self._updates_of(parameter))
+        self._name_step()
+
+    def _name_step(self) -> None:
         self._own_step = (self._binding.job_uid, self._binding.step_count)
+        for group in self.param_groups:
+            group["job_uid"], group["job_step"] = self._own_step
+
+    def _state_of(self, parameter: torch.Tensor) -> ParameterState:
+        """Of one that a job trains; bound to the job."""
+        state = self.state.get(parameter)
+        if type(state) is not ParameterState:
+            state = self.state[parameter] = ParameterState(state or {})
+        if not state.is_bound:
+            state.bind(self._trained[id(parameter)][1], _reader(self, parameter))
+        return state
+
+    def _updates_of(self, parameter: torch.Tensor) -> int:
+        """How often the parameter was updated, if each step did so that was made since the trainer last wrote it."""
+        return max(self._binding.step_count - self._offsets.get(id(parameter), 0), 0)
+
+    def _writes(self) -> dict[tuple, list[tuple[torch.Tensor, dict[str, torch.Tensor | None], int | None]]]:
+        """What the trainer has put into the state, reset, or written to in place: by the planes, and whether there are
+        update counts, those of which it is."""
+        late = next((handed for handed in self._stale if handed.is_written), None)
+        if late is not None:
+            raise RuntimeError(f"{late.plane} was read from the optimizer's state before the last step, and written to "
+                               "after it, which changes nothing: read it from optimizer.state again, and write that")
+        writes = {}
+        for parameter in self._binding.parameters:
+            if id(parameter) not in self._trained:
+                continue
+            given = self.state.get(parameter)
+            if type(given) is ParameterState and given.is_untouched:
+                continue
+            if given:
+                planes, step = self._state_of(parameter).changes(self._updates_of(parameter))
+            else:
+                planes, step = dict.fromkeys(self._trained[id(parameter)][1]), 0  # As before its first update.
+            if planes or step is not None:
+                writes.setdefault((tuple(planes), step is None), []).append((parameter, planes, step))
+        return writes
+
+    def _write_back(self) -> None:
+        """Of all ranks, before a step: that, to the service."""
+        writes = self._writes()
+        for (planes, _), members in writes.items():
+            counts = [step for _, _, step in members]
+            self._binding.write_state([self._trained[id(parameter)][0] for parameter, _, _ in members],
+                                      {plane: [of[plane] for _, of, _ in members] for plane in planes},
+                                      None if counts[0] is None else counts)
+            for parameter, _, step in members:
+                if step is not None:
+                    self._offsets[id(parameter)] = self._binding.step_count - step
+        if writes:
+            self._tell_step()
+
+    @torch.no_grad()
+    def send_weights(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Makes the trainer's weights of these parameters, of which others than this optimizer's may be some, or of all, the service's, which keeps their moments:
+        after a clamp, other pretrained weights, averages that were swapped in. All ranks call it, between two steps,
+        with weights that are the same where a parameter is whole on several. The step before cannot be undone any
+        more. Before the first step there is nothing to send: that takes the weights as they are."""
+        if self._binding is None:
+            return
+        self._binding.settle()
+        self._binding.wait_for_weights()
+        chosen = None
+        if parameters is not None:
+            ours = {id(parameter): index for index, parameter in enumerate(self._binding.parameters)}
+            given = [parameters] if torch.is_tensor(parameters) else list(parameters)
+            chosen = sorted({ours[id(parameter)] for parameter in given if id(parameter) in ours})
+            if not chosen and given:
+                raise ValueError("none of the parameters that were given to send_weights() is this optimizer's")
+        self._binding.send_weights(chosen)
 
     def _loss_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)  # Set by GradScaler around step.
@@ -375,15 +480,17 @@ class Remote(torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         """A state for each parameter from the start: where there is none, torch.distributed.checkpoint calls
-        step() to get one."""
+        step() to get one. Once there is a job, what the trainer has cleared is to be written there."""
         parameters = {parameter for group in self.param_groups for parameter in group["params"]}
         for parameter in list(self.state):
             if parameter not in parameters:  # Other code, such as accelerate, has put others in its place.
                 del self.state[parameter]
+        if self._binding is not None:
+            return
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad:
-                    self.state[parameter].setdefault("step", torch.tensor(0.0))
+                if parameter.requires_grad and not self.state[parameter]:
+                    self.state[parameter] = ParameterState(step=torch.tensor(0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
@@ -399,11 +506,19 @@ class Remote(torch.optim.Optimizer):
         self._fill_state()
         if self._binding is not None:
             self._binding.settle_to_save()  # Else the state is of a step that may never be.
+            if self._binding.peers is None:
+                self._write_back()
+            elif self._writes():
+                raise FailedPreconditionError("the optimizer's state was written to, which goes to the service with all "
+                                              "ranks' next step(): call that before state_dict()")
             self._tell_step()
         if self._binding is not None and not (self._full_state and self._settings["service"] is None):
             self._binding.save()
         with guard.reading_none():  # A state is there also where weights are not, and will not be.
             state = super().state_dict()
+            state["state"] = {index: values.here() if type(values) is ParameterState else values
+                              for index, values in state["state"].items()}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         parameters = self._parameters()
         if self._moments is not None:  # No service has them yet.
             for index, moments in enumerate(self._moments):
@@ -441,9 +556,13 @@ class Remote(torch.optim.Optimizer):
         state_dict = regrouped(state_dict, self.param_groups)
         moments = moments_of(state_dict, self.param_groups)
         uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
+        if moments is None and self._settings["service"] is None and _has_planes(state_dict):
+            uid = ""  # A full state, of no update: a new job begins as any other.
         bound = self._binding
-        if bound is not None and (uid, step) != (bound.job_uid, bound.step_count) and (uid or moments is not None):
-            raise FailedPreconditionError("this optimizer has already made steps; load the state into a new one")
+        writes = bound is not None and (uid, step) != (bound.job_uid, bound.step_count)
+        if writes and uid and moments is None:
+            raise FailedPreconditionError(f"this state is of step {step} of a job, whose moments it has not, and this "
+                                          "optimizer has already made steps; load it into a new one")
         if bound is None and uid and self._settings["service"] is None and moments is None:
             raise NotFoundError(f"this state is of step {step} of a job of another service, or of one that ended with "
                                 "its run (service=None): give service= the address of a "
@@ -456,13 +575,15 @@ class Remote(torch.optim.Optimizer):
             # torch has put the state's names there, as if its parameters were in this order.
             if not uid or own.issuperset(group["param_names"]):
                 group["param_names"] = of_group
-            group.setdefault("job_uid", "")
-            group.setdefault("job_step", 0)
+            if not uid:
+                group.update(job_uid="", job_step=0)
         for parameter, values in self.state.items():
             self.state[parameter] = {name: value for name, value in values.items() if name == "step"}
         self._fill_state()
         self._own_step = None
         self._moments = None
+        if writes:
+            return self._put(moments)
         if bound is not None:
             return self._tell_step()
         self._moments = moments
@@ -475,6 +596,16 @@ class Remote(torch.optim.Optimizer):
         if moments is not None:
             self._begin_again(names, moments)
 
+    def _put(self, moments: list[Moments | None] | None) -> None:
+        """Into the state, which goes to the job before its next step. The weights are the trainer's to load, and to
+        send."""
+        self._name_step()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, values in zip(parameters, moments or [None] * len(parameters)):
+            if id(parameter) in self._trained:
+                planes = ("step", *self._trained[id(parameter)][1])
+                self.state[parameter] = {name: values[name] for name in planes if name in values} if values else {}
+
     def _begin_again(self, names: list[list[str]], moments: list[Moments | None]) -> None:
         """The job that is made later has these moments, and is no other one's continuation."""
         for group, of_group in zip(self.param_groups, names):
@@ -483,6 +614,30 @@ class Remote(torch.optim.Optimizer):
         for parameter, values in zip(parameters, moments):
             if parameter in self.state:
                 self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()
+
+
+_PLANES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def _has_planes(state: dict[str, Any]) -> bool:
+    return any("exp_avg" in values for values in state["state"].values())
+
+
+def _planes_of(group: dict[str, Any]) -> tuple[str, ...]:
+    return _PLANES if group["amsgrad"] else _PLANES[:2]
+
+
+def _reader(optimizer: Remote, parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
+    """Of a parameter's planes, for as long as there are both, and a job."""
+    of, ours = weakref.ref(optimizer), weakref.ref(parameter)
+
+    def read(plane: str) -> torch.Tensor:
+        binding = None if of() is None else of()._binding
+        if binding is None:
+            raise FailedPreconditionError(f"{plane} is with a job that this optimizer has left")
+        return binding.read_state(ours(), plane)[0]
+
+    return read
 
 
 def _job_of(optimizer: Remote) -> str:

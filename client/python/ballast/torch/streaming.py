@@ -48,12 +48,13 @@ class GradientStream:
     leaves them; None for the others. `times`: how often each comes in a step, at first. `frees`: that is a promise for
     all steps, and `.grad` is freed as it leaves. `part`: of a gradient, by its index, what this process has; it raises
     where that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now, and notes it
-    here. `seal`: gives what has not left, waits for all ranks, and notes it here. `failed`: whether no step can be made any more. `on_gpu`: whether
-    gradients are there."""
+    here. `seal`: gives what has not left, waits for all ranks, and notes it here. `failed`: whether no step can be
+    made any more. `forgotten`: notes that nothing counts that was given since the last step. `on_gpu`: whether gradients
+    are there."""
 
     def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None], times: int, frees: bool,
                  part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None],
-                 seal: Callable[[], Sealed], failed: Callable[[], bool], on_gpu: bool):
+                 seal: Callable[[], Sealed], failed: Callable[[], bool], forgotten: Callable[[], None], on_gpu: bool):
         self.begun = False
         self.discards = 0  # In this step, of which all ranks must have as many.
         self.sealed: Sealed | None = None
@@ -65,7 +66,7 @@ class GradientStream:
         self._freed: set[int] = set()  # Since zero_grad().
         self._leaving: set[int] = set()  # Of what has left, in the backward that is under way.
         self._samples: list[Samples] = []  # Of what has left before.
-        self._part, self._begin, self._seal, self._failed = part, begin, seal, failed
+        self._part, self._begin, self._seal, self._failed, self._forgotten = part, begin, seal, failed, forgotten
         self._forks = _forks
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
@@ -218,6 +219,7 @@ class GradientStream:
         """With zero_grad(): takes back what was given since the last step."""
         if self.take_back():
             self._forget()
+        self._forgotten()
 
     def take_back(self) -> bool:
         """The same for a step that goes on with what is in `.grad`. False: this is a fork, which has given nothing, or

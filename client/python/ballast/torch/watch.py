@@ -14,10 +14,12 @@ _SAMPLES = 16  # Elements of a parameter, or some more, that are compared.
 
 class Watch:
     """Of parameters whose weights the service has. Autograd counts writes to a parameter, and the address shows other
-    memory in its place; nothing shows a write to its `.data`, so some elements are compared."""
+    memory in its place; nothing shows a write to its `.data`, so some elements are compared; with `exact` all, of
+    which it then has a copy."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]):
+    def __init__(self, parameters: Sequence[torch.Tensor], exact: bool = False):
         self._parameters = parameters
+        self._copies: list[torch.Tensor | None] | None = [None] * len(parameters) if exact else None
         self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
         self._samples: list[Samples] = []
         self._kept: dict[int, Samples] = {}
@@ -26,6 +28,8 @@ class Watch:
     def remember(self, indices: Sequence[int] | None = None) -> None:
         """The weights of these, by default of all, are as they are to be."""
         moved = False
+        if self._copies is not None:
+            return self._copy(range(len(self._parameters)) if indices is None else indices)
         for index in range(len(self._parameters)) if indices is None else indices:
             now = _seen(self._parameters[index])
             moved = moved or self._seen[index] is None or now[1] != self._seen[index][1]
@@ -49,8 +53,25 @@ class Watch:
         """Of the parameter's memory."""
         return [self._kept[index].view_of(index)] if index in self._kept else []
 
+    def _copy(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._seen[index] = _seen(self._parameters[index])
+            here, copy = local(self._parameters[index]), self._copies[index]
+            if copy is None or copy.shape != here.shape or copy.device != here.device:
+                self._copies[index] = here.clone()
+            else:
+                copy.copy_(here)
+
+    def written(self) -> list[int]:
+        """Those of which any element has changed, where it is exact."""
+        return [] if self._copies is None else [
+            index for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad and not torch.equal(local(parameter), self._copies[index])]
+
     def first_written(self) -> int | None:
         """One whose elements have changed, by any write. On a GPU this waits for it."""
+        if self._copies is not None:
+            return next(iter(self.written()), None)
         for samples in self._samples:
             for index in samples.changed():
                 if self._parameters[index].requires_grad:
