@@ -224,8 +224,8 @@ void JobImpl::WriteNow(const StateWriting& writing) {
   CopyWritten(writing);
   record_.writing.reset();
   Keep();
-  Tell(absl::StrCat("has ", WhatIsWritten(write, spec()), " as ",
-                    write.number == 0 ? "an operator has" : "its ranks have", " written it"));
+  if (write.number != 0) return;  // Ranks may write before each step, and no step has a line.
+  Tell(absl::StrCat("has ", WhatIsWritten(write, spec()), " as an operator has written it"));
 }
 
 // With the lock, because a rank that begins a step must not find half of it. So no other thread
