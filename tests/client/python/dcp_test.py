@@ -54,7 +54,7 @@ class DcpTest(unittest.TestCase):
 
     def test_a_state_of_torch_goes_on_here(self):
         for named in (True, False):
-            for flat in (False,):
+            for flat in (False, True):
                 for dtype in (torch.float32, torch.bfloat16):
                     with self.subTest(named=named, flat=flat, dtype=dtype):
                         before, after = Model(dtype), Model(dtype)
@@ -70,7 +70,7 @@ class DcpTest(unittest.TestCase):
                             self.assertLess(furthest(after, self.straight(dtype=dtype)), 0.02)
 
     def test_a_state_of_ours_goes_on_in_torch(self):
-        for flat in (False,):
+        for flat in (False, True):
             with self.subTest(flat=flat):
                 before, after = Model(), Model()
                 self.passed(before, after, ballast.torch.AdamW(names(before), lr=0.01),
@@ -78,7 +78,7 @@ class DcpTest(unittest.TestCase):
                 self.assertLess(furthest(after, self.straight()), TOLERANCE)
 
     def test_a_state_of_ours_goes_on_here(self):
-        for flat in (False,):
+        for flat in (False, True):
             with self.subTest(flat=flat):
                 before, after = Model(), Model()
                 self.passed(before, after, ballast.torch.AdamW(names(before), lr=0.01),

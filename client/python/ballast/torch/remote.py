@@ -72,6 +72,7 @@ class Remote(torch.optim.Optimizer):
             check_group(group)
             owners.made(group["params"])
         self._full_state = service is None if full_state is None else full_state
+        self._fill_state()
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout,
                               reconnect_timeout=reconnect_timeout, overlap=overlap,
@@ -89,12 +90,12 @@ class Remote(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler, and of others no scale is to be handed over. True: it hands over its scale and leaves the gradients as they are, the service divides
-        them, and all ranks skip the step where one is not finite. So it is where GradScaler cannot: each rank sees
-        its own shards only, and torch unscales no fp16."""
+        """Asked by GradScaler; to others that clip, it says that gradients are unscaled elsewhere. True: GradScaler
+        hands over its scale and leaves the gradients as they are. The service divides them, and all ranks skip the step
+        where one is not finite. So it is where GradScaler cannot: with DTensors each rank sees its own shards only, and
+        torch unscales no fp16."""
         return sys._getframe(1).f_globals.get("__name__") == _SCALES and any(
-            isinstance(parameter, DTensor) or parameter.dtype == torch.float16
-                   for group in self.param_groups for parameter in group["params"])
+            isinstance(parameter, DTensor) or parameter.dtype == torch.float16 for parameter in self._parameters())
 
     def _forget_steps(self) -> None:
         # Of the last step. No attributes of the class: Lightning's wrappers of optimizers would show those.
@@ -403,10 +404,10 @@ class Remote(torch.optim.Optimizer):
 
     @torch.no_grad()
     def send_weights(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Makes the trainer's weights of these parameters, of which others than this optimizer's may be some, or of all, the service's, which keeps their moments:
-        after a clamp, other pretrained weights, averages that were swapped in. All ranks call it, between two steps,
-        with weights that are the same where a parameter is whole on several. The step before cannot be undone any
-        more. Before the first step there is nothing to send: that takes the weights as they are."""
+        """Has the service take the trainer's weights of these parameters, by default of all, and keep their moments:
+        after a clamp, other pretrained weights, averages that were swapped in. Those of other optimizers are passed
+        over. All ranks call it, between two steps, with the same weights of a parameter that is whole on several. The
+        step before cannot be undone any more. The first step takes the weights as they are, without it."""
         if self._binding is None:
             return
         self._binding.settle()
@@ -491,6 +492,8 @@ class Remote(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state[parameter]:
                     self.state[parameter] = ParameterState(step=torch.tensor(0.0))
+                if self._full_state and type(self.state.get(parameter)) is ParameterState:
+                    self.state[parameter].bind(_planes_of(group), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
