@@ -5,11 +5,14 @@ parameters."""
 import gc
 import os
 import pathlib
+import threading
 import unittest
 import warnings
 import weakref
 
 import torch
+import ranks_for_tests  # noqa: F401
+from processes import await_  # Found by the line before.
 from torch_test import Model, batch, furthest, loss_of, names, TOLERANCE
 
 import ballast.torch
@@ -109,6 +112,29 @@ class OwnersTest(unittest.TestCase):
         client = ballast.connect(lives._kept.service.address)
         self.assertEqual(len(client.jobs()), 2)
         another.close()
+        lives.close()
+
+    def test_a_hundred_leave_nothing(self):
+        """Of descriptors, threads, jobs and the service's memory, beside one that lives."""
+        lives, model = optimizer_of(Model()), Model()
+        train(Model(), lives)
+        client = ballast.connect(lives._kept.service.address)
+
+        def left():
+            (job,) = client.jobs()
+            return (len(os.listdir("/proc/self/fd")), threading.active_count(), job["memory"]["total_bytes"],
+                    len(model.inner.weight._post_accumulate_grad_hooks or ()))
+
+        def make(number):
+            optimizer = optimizer_of(model, **_MODES[number % len(_MODES)])
+            train(model, optimizer, 1)
+
+        for number in range(4):
+            make(number)
+        before = left()
+        for number in range(100):
+            make(number)
+        await_("the threads' end", lambda: left() == before)
         lives.close()
 
     def test_another_over_the_same_parameters_is_told(self):
