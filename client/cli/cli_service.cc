@@ -161,12 +161,14 @@ absl::Status Service::ReadState(
 }
 
 absl::StatusOr<v1::WriteStateResponse> Service::WriteState(
-    v1::WriteStateRequest first, const std::function<absl::StatusOr<std::string>()>& next) {
+    const v1::OpenWriteState& open, const std::function<absl::StatusOr<std::string>()>& next) {
   BALLAST_RETURN_IF_ERROR(Connect());
   grpc::ClientContext context;
   SetDeadline(context);
   v1::WriteStateResponse response;
   const auto writer = state_->WriteState(&context, &response);
+  v1::WriteStateRequest first;
+  *first.mutable_open() = open;
   // If a write fails, the service has ended the call, and Finish returns its reason.
   for (bool goes_on = writer->Write(first); goes_on;) {
     absl::StatusOr<std::string> data = next();
@@ -177,7 +179,7 @@ absl::StatusOr<v1::WriteStateResponse> Service::WriteState(
     }
     if (data->empty()) break;
     v1::WriteStateRequest part;
-    part.set_data(*std::move(data));
+    part.mutable_data()->set_values(*std::move(data));
     goes_on = writer->Write(part);
   }
   writer->WritesDone();

@@ -74,7 +74,7 @@ class Service {
   // Sends what `next` returns, until that is empty or an error, which ends the call. Not again: what
   // was written before may have been trained on since.
   absl::StatusOr<v1::WriteStateResponse> WriteState(
-      v1::WriteStateRequest first, const std::function<absl::StatusOr<std::string>()>& next);
+      const v1::OpenWriteState& open, const std::function<absl::StatusOr<std::string>()>& next);
   // Calls `receive` for each part of a trace, in order; its first error ends the call.
   absl::Status ReadTrace(const v1::TraceJobRequest& request,
                          const std::function<absl::Status(const v1::TraceJobResponse&)>& receive);

@@ -142,11 +142,11 @@ absl::StatusOr<std::string> WriteState(Service& service, const StateRequest& req
                                                    FormatShape(file.shape()), ", and ",
                                                    request.parameter, " has ", FormatShape(shape)));
   }
-  v1::WriteStateRequest first;
-  first.set_name(name);
-  first.set_plane(request.plane);
+  v1::OpenWriteState open;
+  open.set_name(name);
+  open.set_plane(request.plane);
   const absl::StatusOr<v1::WriteStateResponse> written =
-      service.WriteState(first, [&] { return file.Read(kBytesOfMessage); });
+      service.WriteState(open, [&] { return file.Read(kBytesOfMessage); });
   if (!written.ok()) return SuggestParameter(service, written.status(), request);
   const std::string plane = Name(request.plane);
   if (json) {

@@ -11,6 +11,7 @@
 #include "proto/convert.h"
 #include "proto/frame.h"
 #include "server/call_guard.h"
+#include "server/train/stream_errors.h"
 
 namespace ballast::server {
 namespace {
@@ -63,8 +64,12 @@ void StateWriter::OnReadDone(bool ok) {
 }
 
 absl::Status StateWriter::Handle(const v1::WriteStateRequest& request) {
-  if (parameter_.job == nullptr) BALLAST_RETURN_IF_ERROR(Open(request));
-  const std::string& data = request.data();
+  if (request.kind_case() == v1::WriteStateRequest::KIND_NOT_SET) return NoKindError();
+  if (request.has_open() != (parameter_.job == nullptr)) return NotFirstError();
+  return request.has_open() ? Open(request.open()) : Write(request.data().values());
+}
+
+absl::Status StateWriter::Write(const std::string& data) {
   if (data.size() % sizeof(float) != 0) {
     return absl::InvalidArgumentError("data ends in the middle of a value");
   }
@@ -82,13 +87,11 @@ absl::Status StateWriter::Handle(const v1::WriteStateRequest& request) {
   return absl::OkStatus();
 }
 
-absl::Status StateWriter::Open(const v1::WriteStateRequest& request) {
-  v1::WriteStateRequest asks = request;
-  asks.clear_data();
-  caller_->Asks(asks);
+absl::Status StateWriter::Open(const v1::OpenWriteState& request) {
+  caller_->Asks(request);
   BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
-  BALLAST_ASSIGN_OR_RETURN(const Plane plane, proto::FromProto(request.plane()));
   BALLAST_ASSIGN_OR_RETURN(FoundParameter found, FindParameter(engine_, *caller_, request.name()));
+  BALLAST_ASSIGN_OR_RETURN(const Plane plane, proto::FromProto(request.plane()));
   BALLAST_ASSIGN_OR_RETURN(
       writing_, found.job->PrepareStateWrite({.planes = {plane}, .parameters = {found.index}}));
   parameter_ = std::move(found);
@@ -98,7 +101,7 @@ absl::Status StateWriter::Open(const v1::WriteStateRequest& request) {
 
 void StateWriter::Commit() {
   if (parameter_.job == nullptr) {
-    return End(absl::InvalidArgumentError("the call ended before its first message"));
+    return End(NotFirstError());
   }
   if (offset_ != parameter_.elements()) {
     return End(absl::InvalidArgumentError(

@@ -34,7 +34,8 @@ class StateWriter final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  private:
   void End(const absl::Status& status);
   absl::Status Handle(const v1::WriteStateRequest& request);
-  absl::Status Open(const v1::WriteStateRequest& request);
+  absl::Status Open(const v1::OpenWriteState& request);
+  absl::Status Write(const std::string& data);
   void Commit();
 
   const Engine& engine_;

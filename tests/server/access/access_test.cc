@@ -77,11 +77,12 @@ bool SetJob(const std::string& job, Message& message) {
   const auto& type = *message.GetDescriptor();
   const auto& fields = *message.GetReflection();
   if (const FieldDescriptor* name = type.FindFieldByName("name"); name != nullptr) {
-    const std::string parent =
-        type.name() == "UpdateGroupRequest" ? "/groups/decay"
-        : type.name() == "ReadStateRequest" || type.name() == "SummarizeStateRequest"
-            ? "/parameters/w"
-            : "";
+    const std::string parent = type.name() == "UpdateGroupRequest" ? "/groups/decay"
+                               : type.name() == "ReadStateRequest" ||
+                                       type.name() == "SummarizeStateRequest" ||
+                                       type.name() == "OpenWriteState"
+                                   ? "/parameters/w"
+                                   : "";
     const bool bare = type.name() == "Job";  // The field takes a bare name when it is created, too.
     fields.SetString(&message, name, bare ? job : "jobs/" + job + parent);
     return true;
