@@ -211,6 +211,15 @@ typedef struct ballast_options {
   /* 1: the session is only for ballast_upload_weights, ballast_save and ballast_load: one that is
    * about to load a checkpoint is not told that there is one. */
   int32_t takes_no_steps;
+  /* Not null: the job goes on from the state of the job of the same name and this uid, with other
+   * parameters. Those of the same name and shape keep weights, moments and update counts;
+   * ballast_upload_weights sends the others. All ranks say the same, with job_uid null. Once all
+   * weights are there the job takes the other one's place, in one act; until then both are there.
+   * NOT_FOUND, here or from ballast_read_weights: that job has gone on, or is gone; derive again. */
+  const char* derive_from_uid;
+  /* Not null: the state comes from this checkpoint, as of ballast_load. With derive_from_uid null no
+   * job may have the name. */
+  const char* derive_from_checkpoint;
 } ballast_options;
 
 typedef struct ballast_session ballast_session;

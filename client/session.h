@@ -93,6 +93,15 @@ struct SessionOptions {
   // not have it, whether or not another job has its name. Empty: any job of this name, or a new
   // one.
   std::string job_uid;
+  // The job goes on from the state of another one of the same name, by its uid, with other parameters:
+  // those of the same name and shape keep weights, moments and update counts, and UploadWeights sends
+  // the others. All ranks say the same, with no job_uid. Once the weights of all ranks are there, the
+  // job takes the other one's place, in one act; until then both are there, with the memory of both.
+  // NOT_FOUND: that job is not there any more, or has gone on meanwhile: derive again.
+  std::string derive_from_uid;
+  // The state comes from this checkpoint, or the newest of a folder (LoadCheckpoint), and not from that
+  // job. Without derive_from_uid no job may have the name before.
+  std::string derive_from_checkpoint;
   // How long rank 0 tries to create the job, and others wait; 1 s more for each 16 Mi elements.
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return

@@ -34,6 +34,8 @@ namespace {
 // disk that hangs holds up these threads only.
 constexpr size_t kDiskThreads = 16;
 
+constexpr char kWasClosed[] = "; it was closed";
+
 // Looks at checkpoints at once. Each has one of kDiskThreads for as long as its disk takes, or
 // hangs. The others stay for loads, and for saves that hold back steps.
 constexpr int kMostLooks = 4;
@@ -78,7 +80,10 @@ struct Engine::Impl {
                     .warn = options.warn,
                     .tell = options.tell,
                     .activities = &activities,
-                    .named_memory = options.named_memory} {
+                    .named_memory = options.named_memory,
+                    .take_place = [this](std::shared_ptr<JobImpl> derived) {
+                      TakePlace(std::move(derived), [](const absl::Status&) {});
+                    }} {
     if (options.named_memory != nullptr) options.named_memory->UseTasks(&tasks);
   }
   ~Impl() {
@@ -90,11 +95,11 @@ struct Engine::Impl {
   std::string WhatBecameOf(const std::string& name, absl::string_view uid) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::string text;
-    const bool was_closed = std::any_of(closed.begin(), closed.end(), [&](const auto& one) {
-      return absl::string_view(one.data(), one.size()) == uid;
+    const auto end = std::find_if(ended.begin(), ended.end(), [&](const Ended& one) {
+      return absl::string_view(one.uid.data(), one.uid.size()) == uid;
     });
-    if (was_closed) {
-      text = "; it was closed";
+    if (end != ended.end()) {
+      text = end->how;
     } else if (!uid.empty() && lost.count(std::string(uid)) > 0) {
       text = "; it was lost when the service's process ended: see the service's log";
     } else if (!uid.empty() && !goes_on && !has_taken_over) {
@@ -160,16 +165,47 @@ struct Engine::Impl {
   enum class Entered : uint8_t { kIsNew, kWaits };
   absl::StatusOr<Entered> Enter(const std::shared_ptr<JobImpl>& job,
                                 Done<std::shared_ptr<Job>>& done);
+  static bool IsSame(const JobImpl& one, const JobImpl& other) {
+    return one.derivation() == other.derivation() &&
+           FirstDifference(one.spec(), other.spec()).empty();
+  }
+  absl::Status OtherJob(const Job& job, absl::string_view uid) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // The job of which `job` is to take the place; null: of none.
+  absl::StatusOr<std::shared_ptr<JobImpl>> OriginOf(const JobImpl& job) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // A job that has all its first weights takes its origin's place, or is closed.
+  void TakePlace(std::shared_ptr<JobImpl> derived,
+                 absl::AnyInvocable<void(const absl::Status&)> done);
+  // A derived job comes to nothing. The caller closes it.
+  std::shared_ptr<JobImpl> TakeSuccessor(const std::string& name, const char* how)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  static void CloseQuietly(const std::shared_ptr<JobImpl>& job) {
+    if (job != nullptr) job->Close(std::nullopt, [](const absl::StatusOr<bool>&) {});
+  }
+  // All that are ready.
+  std::vector<std::shared_ptr<JobImpl>> AllJobs() const;
   // Its caller may have gone, so the log says it, too.
   void TellOfCreation(const Job& job, const absl::Status& status, Clock::duration took) const;
 
   mutable Mutex mutex;
   std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
-  // Uids, for WhatBecameOf: of jobs that an earlier process had, and of the last that were closed.
+  // Those that are to take the place of the job of the same name, which is ready.
+  std::map<std::string, Entry> successors ABSL_GUARDED_BY(mutex);
+  // Uids, for WhatBecameOf: of jobs that an earlier process had, and of the last that have ended.
   bool has_taken_over ABSL_GUARDED_BY(mutex) = false;
   std::set<std::string> lost ABSL_GUARDED_BY(mutex);
-  std::array<std::array<char, kJobUidCharacters>, 64> closed ABSL_GUARDED_BY(mutex) = {};
-  uint64_t closes ABSL_GUARDED_BY(mutex) = 0;
+  struct Ended {
+    std::array<char, kJobUidCharacters> uid = {};
+    const char* how = "";
+  };
+  std::array<Ended, 64> ended ABSL_GUARDED_BY(mutex) = {};
+  uint64_t ends ABSL_GUARDED_BY(mutex) = 0;
+  void NoteEnd(const Job& job, const char* how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Ended& end = ended[ends++ % ended.size()];
+    job.uid().copy(end.uid.data(), end.uid.size());
+    end.how = how;
+  }
 };
 
 Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {
@@ -180,35 +216,130 @@ Engine::~Engine() {
   for (const std::shared_ptr<Job>& job : ListJobs()) CloseJob(job->spec().name).IgnoreError();
 }
 
+absl::StatusOr<std::shared_ptr<JobImpl>> Engine::Impl::OriginOf(const JobImpl& job) const {
+  const std::string& uid = job.derivation().uid;
+  if (uid.empty()) return nullptr;
+  const std::string& name = job.spec().name;
+  const auto found = jobs.find(name);
+  if (found == jobs.end() || !found->second.ready) {
+    return WithReason(absl::NotFoundError(absl::StrCat("there is no job ", name, " to derive from",
+                                                       WhatBecameOf(name, uid))),
+                      reason::kNoSuchJob);
+  }
+  const std::shared_ptr<JobImpl>& origin = found->second.job;
+  if (origin->uid() == uid) return origin;
+  if (!IsSame(*origin, job)) return OtherJob(*origin, uid);
+  return absl::AlreadyExistsError(
+      absl::StrCat("job ", name, " was derived from uid ", uid, " already; attach to it"));
+}
+
+absl::Status Engine::Impl::OtherJob(const Job& job, absl::string_view uid) const {
+  const std::string& name = job.spec().name;
+  return WithReason(
+      absl::NotFoundError(absl::StrCat("job ", name, " has uid ", job.uid(), ", not '", uid, "'",
+                                       WhatBecameOf(name, uid), "; attach to it again")),
+      reason::kOtherJob);
+}
+
 absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<JobImpl>& job,
                                                           Done<std::shared_ptr<Job>>& done) {
   const std::string& name = job->spec().name;
-  MutexLock lock(mutex);
-  const auto found = jobs.find(name);
-  if (found == jobs.end()) {
-    // Jobs that are being created count, too: otherwise calls at the same time would exceed the
-    // bound.
-    if (jobs.size() >= kMaxJobs) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("the service has ", jobs.size(), " jobs, as many as it takes; close one"));
+  std::shared_ptr<JobImpl> given_up;
+  const auto enter = [&]() -> absl::StatusOr<Entered> {
+    MutexLock lock(mutex);
+    BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<JobImpl> origin, OriginOf(*job));
+    std::map<std::string, Entry>& entries = origin == nullptr ? jobs : successors;
+    auto found = entries.find(name);
+    if (found != entries.end() && origin != nullptr && found->second.ready &&
+        !IsSame(*found->second.job, *job)) {
+      given_up = TakeSuccessor(name, "; another one was derived in its place");
+      found = entries.end();
     }
-    jobs[name].job = job;
-    return Entered::kIsNew;
+    if (found == entries.end()) {
+      // Jobs that are being created count, too: otherwise calls at the same time would exceed the
+      // bound.
+      if (jobs.size() + successors.size() >= kMaxJobs) {
+        return absl::ResourceExhaustedError(absl::StrCat("the service has ",
+                                                         jobs.size() + successors.size(),
+                                                         " jobs, as many as it takes; close one"));
+      }
+      entries[name].job = job;
+      return Entered::kIsNew;
+    }
+    if (found->second.ready) {
+      return absl::AlreadyExistsError(
+          absl::StrCat("job ", name, " exists; attach to it, close it, or choose another name"));
+    }
+    if (!(found->second.job->spec() == job->spec() &&
+          found->second.job->derivation() == job->derivation())) {
+      return absl::AlreadyExistsError(
+          absl::StrCat("job ", name,
+                       " is being created with another description; close it when it "
+                       "exists, or choose another name"));
+    }
+    // A caller whose first call ran out of time asks again, for example. It gets the first call's
+    // answer, and nothing is allocated twice.
+    found->second.waiting.push_back(std::move(done));
+    return Entered::kWaits;
+  };
+  absl::StatusOr<Entered> entered = enter();
+  CloseQuietly(given_up);
+  return entered;
+}
+
+std::shared_ptr<JobImpl> Engine::Impl::TakeSuccessor(const std::string& name, const char* how) {
+  const auto found = successors.find(name);
+  if (found == successors.end() || !found->second.ready) return nullptr;
+  std::shared_ptr<JobImpl> job = std::move(found->second.job);
+  successors.erase(found);
+  NoteEnd(*job, how);
+  return job;
+}
+
+void Engine::Impl::TakePlace(std::shared_ptr<JobImpl> derived,
+                             absl::AnyInvocable<void(const absl::Status&)> done) {
+  const std::string name = derived->spec().name;
+  std::shared_ptr<JobImpl> origin;
+  {
+    MutexLock lock(mutex);
+    const auto found = successors.find(name);
+    // It has come to nothing meanwhile, and is closed by whoever said so.
+    if (found == successors.end() || found->second.job != derived) {
+      return done(absl::AbortedError(absl::StrCat("job ", name, " was derived again, or closed")));
+    }
+    origin = jobs.find(name)->second.job;
   }
-  if (found->second.ready) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("job ", name, " exists; attach to it, close it, or choose another name"));
+  origin->GiveWayTo(derived, [this, name, origin, derived,
+                              done = std::move(done)](const absl::StatusOr<bool>& gave) mutable {
+    std::shared_ptr<JobImpl> given_up;
+    {
+      MutexLock lock(mutex);
+      const auto found = successors.find(name);
+      const bool is_there = found != successors.end() && found->second.job == derived;
+      if (gave.ok() && *gave && is_there) {
+        jobs[name].job = derived;
+        successors.erase(found);
+        NoteEnd(*origin, "; a job that was derived from it has taken its place");
+      } else if (!gave.ok() && is_there) {
+        given_up = TakeSuccessor(
+            name, "; the one that it was to be derived from has gone on since: derive it again");
+      }
+    }
+    CloseQuietly(given_up);
+    origin.reset();  // Its memory is free when the caller is told, unless a reader has it.
+    done(gave.status());
+  });
+}
+
+std::vector<std::shared_ptr<JobImpl>> Engine::Impl::AllJobs() const {
+  std::vector<std::shared_ptr<JobImpl>> all;
+  MutexLock lock(mutex);
+  for (const auto* entries : {&jobs, &successors}) {
+    for (const auto& [name, entry] : *entries) {
+      if (entry.ready) all.push_back(entry.job);
+    }
   }
-  if (!(found->second.job->spec() == job->spec())) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("job ", name,
-                     " is being created with another description; close it when it "
-                     "exists, or choose another name"));
-  }
-  // A caller whose first call ran out of time asks again, for example. It gets the first call's
-  // answer, and nothing is allocated twice.
-  found->second.waiting.push_back(std::move(done));
-  return Entered::kWaits;
+  return all;
 }
 
 void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
@@ -233,7 +364,7 @@ void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
   });
 }
 
-void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
+void Engine::CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done) {
   if (impl_->draining.load()) {
     return std::move(done)(
         WithReason(absl::UnavailableError("the service is stopping and takes no new jobs"),
@@ -242,7 +373,9 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   const std::string name = spec.name;
   auto job = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
     try {
-      return JobImpl::Describe({.uid = MakeJobUid(), .spec = std::move(spec)}, impl_->environment);
+      return JobImpl::Describe(
+          {.uid = MakeJobUid(), .spec = std::move(spec), .derivation = std::move(derivation)},
+          impl_->environment);
     } catch (const std::bad_alloc&) {
       return OutOfMemory(name);
     }
@@ -256,34 +389,50 @@ void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   // Without the lock: to touch all pages of a large job takes long, and other jobs are found
   // meanwhile.
   const Impl::Clock::time_point began = Impl::Clock::now();
-  const absl::Status status = [&] {
+  absl::Status status = [&]() -> absl::Status {
     try {
-      return (*job)->Allocate();
+      std::shared_ptr<JobImpl> origin;
+      {
+        MutexLock lock(impl_->mutex);
+        BALLAST_ASSIGN_OR_RETURN(origin, impl_->OriginOf(**job));
+      }
+      return (*job)->Allocate(origin.get());
     } catch (const std::bad_alloc&) {
       return OutOfMemory(name);
     }
   }();
   impl_->TellOfCreation(**job, status, Impl::Clock::now() - began);
   std::vector<Done<std::shared_ptr<Job>>> waiting;
+  const bool takes_place = !(*job)->derivation().uid.empty();
   {
     // The list is taken in the section that makes the job ready or removes it: a later call must
     // not put itself on a list that nobody reads any more.
     MutexLock lock(impl_->mutex);
-    const auto entry = impl_->jobs.find(name);
+    std::map<std::string, Impl::Entry>& entries = takes_place ? impl_->successors : impl_->jobs;
+    const auto entry = entries.find(name);
     waiting.swap(entry->second.waiting);
+    if (status.ok()) status = impl_->OriginOf(**job).status();  // Which may have been closed.
     entry->second.ready = status.ok();
-    if (!status.ok()) impl_->jobs.erase(entry);
+    if (!status.ok()) entries.erase(entry);
   }
   waiting.push_back(std::move(done));
-  // Without the lock, since a Done may call the engine.
-  for (auto& tell : waiting) {
-    std::move(tell)(status.ok() ? absl::StatusOr<std::shared_ptr<Job>>(*job) : status);
+  auto tell = [job = *job, waiting = std::move(waiting)](const absl::Status& created) mutable {
+    // Without the lock, since a Done may call the engine.
+    for (auto& each : waiting) {
+      std::move(each)(created.ok() ? absl::StatusOr<std::shared_ptr<Job>>(job) : created);
+    }
+  };
+  // One without new parameters has all that it needs.
+  if (status.ok() && takes_place && (*job)->has_all_first_weights()) {
+    return impl_->TakePlace(*job, std::move(tell));
   }
+  std::move(tell)(status);
 }
 
-absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
-  return Await<std::shared_ptr<Job>>(
-      [&](Done<std::shared_ptr<Job>> done) { CreateJob(std::move(spec), std::move(done)); });
+absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec, Derivation derivation) {
+  return Await<std::shared_ptr<Job>>([&](Done<std::shared_ptr<Job>> done) {
+    CreateJob(std::move(spec), std::move(derivation), std::move(done));
+  });
 }
 
 Engine::TakenOver Engine::TakeOverJobs() {
@@ -291,6 +440,7 @@ Engine::TakenOver Engine::TakeOverJobs() {
   NamedMemory* const memory = impl_->environment.named_memory;
   if (memory == nullptr) return taken;
   std::set<std::string> uids;
+  std::map<std::string, std::string> stories;  // By name.
   for (const std::string& name : memory->Left()) {
     // Other names are of other things that outlive the process: sockets that are listened on, for
     // example.
@@ -319,7 +469,12 @@ Engine::TakenOver Engine::TakeOverJobs() {
       if (is_new) {
         entry->second.job = *std::move(job);
         entry->second.ready = true;
-        taken.back.push_back(story);
+        stories[name] = story;
+      } else if (const Job& other = *entry->second.job; other.derivation().uid == uid) {
+        Impl::CloseQuietly(*job);  // Its end had begun: the other one has taken its place.
+      } else if ((*job)->derivation().uid == other.uid()) {
+        Impl::CloseQuietly(std::exchange(entry->second.job, *std::move(job)));
+        stories[name] = story;
       } else {
         // Nothing says which is newer: uids are random, and each job has generations of its own.
         const Job& kept = *entry->second.job;
@@ -340,6 +495,7 @@ Engine::TakenOver Engine::TakeOverJobs() {
       if (name.substr(0, uid.size() + 1) == absl::StrCat(uid, "/")) memory->Forget(name);
     }
   }
+  for (const auto& [name, story] : stories) taken.back.push_back(story);
   return taken;
 }
 
@@ -347,6 +503,11 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name,
                                                      absl::string_view uid) const {
   if (impl_->restarting.load()) return RestartingError();
   MutexLock lock(impl_->mutex);
+  const auto successor = impl_->successors.find(name);
+  if (!uid.empty() && successor != impl_->successors.end() && successor->second.ready &&
+      successor->second.job->uid() == uid) {
+    return successor->second.job;
+  }
   const auto found = impl_->jobs.find(name);
   if (found == impl_->jobs.end()) {
     return WithReason(
@@ -358,7 +519,28 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name,
                           "job ", name, " is being created; try again when it has its memory")),
                       reason::kJobBeingCreated);
   }
-  return found->second.job;
+  const std::shared_ptr<JobImpl>& job = found->second.job;
+  // A job that was closed and created again has the same name, and none of the state that the
+  // caller knows of.
+  if (!uid.empty() && job->uid() != uid) return impl_->OtherJob(*job, uid);
+  return job;
+}
+
+absl::StatusOr<std::shared_ptr<Job>> Engine::FindDerived(const std::string& name,
+                                                         absl::string_view from_uid) const {
+  if (impl_->restarting.load()) return RestartingError();
+  MutexLock lock(impl_->mutex);
+  for (const auto* entries : {&impl_->successors, &impl_->jobs}) {
+    const auto found = entries->find(name);
+    if (found == entries->end() || found->second.job->derivation().uid != from_uid) continue;
+    if (found->second.ready) return found->second.job;
+    return WithReason(
+        absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
+        reason::kJobBeingCreated);
+  }
+  return WithReason(absl::NotFoundError(absl::StrCat(
+                        "no job ", name, " is derived from the one with uid ", from_uid)),
+                    reason::kNoSuchJob);
 }
 
 std::vector<std::shared_ptr<Job>> Engine::ListJobs() const {
@@ -402,6 +584,7 @@ Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, 
   auto& closing = static_cast<JobImpl&>(*job);
   return closing.Close(unused, [this, job = std::move(job),
                                 done = std::move(done)](absl::StatusOr<bool> closed) mutable {
+    std::shared_ptr<JobImpl> successor;
     if (closed.ok()) {
       MutexLock lock(impl_->mutex);
       const auto found = impl_->jobs.find(job->spec().name);
@@ -409,10 +592,12 @@ Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, 
       // job's.
       if (found != impl_->jobs.end() && found->second.job == job) {
         impl_->jobs.erase(found);
-        auto& uid = impl_->closed[impl_->closes++ % impl_->closed.size()];
-        job->uid().copy(uid.data(), uid.size());
+        impl_->NoteEnd(*job, kWasClosed);
+        successor = impl_->TakeSuccessor(job->spec().name, kWasClosed);
       }
     }
+    Impl::CloseQuietly(successor);
+    successor.reset();
     job.reset();  // Its memory is free when the caller is told, unless a reader has it.
     std::move(done)(std::move(closed));
   });
@@ -445,9 +630,7 @@ bool Engine::Drain(double seconds) {
 
 void Engine::SayFarewell() {
   impl_->restarting.store(true);
-  for (const std::shared_ptr<Job>& job : ListJobs()) {
-    static_cast<JobImpl&>(*job).TellStreams(RestartingError());
-  }
+  for (const std::shared_ptr<JobImpl>& job : impl_->AllJobs()) job->TellStreams(RestartingError());
 }
 
 void Engine::EndDrain() { impl_->draining.store(false); }

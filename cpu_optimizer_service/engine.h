@@ -63,8 +63,18 @@ class Engine {
   // job's memory on the caller's thread. Asked for again with the same description while that goes
   // on, which may take longer than a caller waits, it says what the first one says, and `done` is
   // called by that one's thread; later it is ALREADY_EXISTS.
-  void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done);
-  absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
+  void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
+    CreateJob(std::move(spec), {}, std::move(done));
+  }
+  // With a derivation the job goes on from another one's state, or from a checkpoint's. One that takes
+  // another one's place does so when it has all its first weights, and is found by its uid alone until
+  // then. The old one is given its memory, and both are there meanwhile. If the old one gets another
+  // state, or a rank of it is taken, before, the new one is closed. Another derivation of the same job
+  // takes the place of one that has not come to its end.
+  // NOT_FOUND: no job of that name and uid. FAILED_PRECONDITION: it has a step in progress, or no
+  // weights; amsgrad differs.
+  void CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done);
+  absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec, Derivation derivation = {});
   // Takes over what an earlier process left in named memory, before anything else is called. What
   // cannot be taken over is forgotten; so is, of two jobs of one name, the one with the higher uid.
   // Lines for the log.
@@ -77,10 +87,15 @@ class Engine {
   TakenOver TakeOverJobs();
   // NOT_FOUND, which says how a job of that name goes on that was saved, and what became of the one
   // with this uid, as far as it is known. UNAVAILABLE: it is being created
-  // (JOB_BEING_CREATED), or the service restarts. The job that is found may have another uid.
+  // (JOB_BEING_CREATED), or the service restarts. NOT_FOUND (OTHER_JOB): the job has another uid than
+  // that which is given; so it is found that is to take the place of the one of the name.
   absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name,
                                                absl::string_view uid = {}) const;
-  std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
+  // The job that is, or was, derived from the one of this uid. NOT_FOUND, UNAVAILABLE as FindJob.
+  absl::StatusOr<std::shared_ptr<Job>> FindDerived(const std::string& name,
+                                                   absl::string_view from_uid) const;
+  // By name. Those that are to take another one's place are not among them.
+  std::vector<std::shared_ptr<Job>> ListJobs() const;
   // Those that have no memory yet, by name. They can be asked for spec() and uid(), and nothing else.
   std::vector<std::shared_ptr<const Job>> JobsBeingCreated() const;
   // Long work that is under way, of all jobs and of none.

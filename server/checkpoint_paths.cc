@@ -8,6 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 
 namespace ballast::server {
@@ -58,6 +59,14 @@ absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& director
       "paths such as '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
       "' are taken only over a unix socket to which only the service's user can connect, or "
       "with ballastd --allow-paths; give a name under its --checkpoint-dir"));
+}
+
+absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& directory,
+                                                     const Caller& caller) const {
+  if (IsCheckpointName(directory)) {
+    BALLAST_RETURN_IF_ERROR(caller.Check(directory.substr(0, directory.find('/'))));
+  }
+  return Resolve(directory, caller.peer());
 }
 
 }  // namespace ballast::server

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
+#include "server/access/access.h"
 
 namespace ballast::server {
 
@@ -26,6 +27,8 @@ class CheckpointPaths {
   // FAILED_PRECONDITION: a name, without a --checkpoint-dir. PERMISSION_DENIED: a path, from a peer
   // that is not on a unix socket that only this process's user can connect to.
   absl::StatusOr<std::string> Resolve(const std::string& directory, const std::string& peer) const;
+  // Of a request of this caller. PERMISSION_DENIED also: a name that is not of a job of its own.
+  absl::StatusOr<std::string> Resolve(const std::string& directory, const Caller& caller) const;
 
  private:
   bool MayNamePaths(const std::string& peer) const;

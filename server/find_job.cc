@@ -26,27 +26,27 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller&
         absl::StrCat("no uid of ", name,
                      "; give the one that attaching returned, so that no other job is meant"));
   }
-  // A job that was closed and created again has the same name, and none of the state that the
-  // caller knows of.
-  if (job->uid() != uid) {
-    return WithReason(
-        absl::NotFoundError(absl::StrCat(name, " has uid ", job->uid(), ", not '", uid,
-                                         "': it was created again; attach to it again")),
-        reason::kOtherJob);
-  }
   return job;
+}
+
+absl::StatusOr<std::shared_ptr<Job>> FindDerived(const Engine& engine, const Caller& caller,
+                                                 const std::string& name,
+                                                 const std::string& from_uid) {
+  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseJobName(name));
+  BALLAST_RETURN_IF_ERROR(caller.Check(parsed.job));
+  return engine.FindDerived(parsed.job, from_uid);
 }
 
 std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const Job& job) {
   return [&engine, revoked = caller.IsRevoked(job.spec().name), name = job.spec().name,
           uid = job.uid()] {
     if (revoked()) return true;
-    const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(name);
+    const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(name, uid);
     // It stays for the process that takes this one's place.
     if (ReasonOf(found.status()) == reason::kRestarting) return false;
     // Not found, or UNAVAILABLE because another job of this name is being created: either way this
     // one is closed.
-    return !found.ok() || (*found)->uid() != uid;
+    return !found.ok();
   };
 }
 

@@ -22,6 +22,11 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller&
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
                                              const std::string& name, const std::string& uid);
 
+// The job that is derived from the one of that uid (Engine::FindDerived).
+absl::StatusOr<std::shared_ptr<Job>> FindDerived(const Engine& engine, const Caller& caller,
+                                                 const std::string& name,
+                                                 const std::string& from_uid);
+
 // Whether the job has been closed by now, or the caller may not use it any more. Cheap; keeps
 // nothing of the job. The engine outlives it.
 std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const Job& job);

@@ -132,7 +132,7 @@ struct Server::Impl {
         tls(std::move(tcp)),
         checkpoint_paths(std::move(paths)),
         shared_memory_server(std::move(shared_memory)),
-        job_service(engine, *access, pools, shared_memory_server.get()),
+        job_service(engine, *access, pools, checkpoint_paths, shared_memory_server.get()),
         train_service(engine, *access, pools),
         state_service(engine, *access, pools, checkpoint_paths),
         reflection(pools) {}

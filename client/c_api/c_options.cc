@@ -243,6 +243,10 @@ absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& given) {
   options.rank = given.rank;
   if (given.process_id != nullptr) options.process_id = given.process_id;
   if (given.job_uid != nullptr) options.job_uid = given.job_uid;
+  if (given.derive_from_uid != nullptr) options.derive_from_uid = given.derive_from_uid;
+  if (given.derive_from_checkpoint != nullptr) {
+    options.derive_from_checkpoint = given.derive_from_checkpoint;
+  }
   options.rejoin = given.rejoin != 0;
   if (given.never_share_memory != 0) options.shared_memory = SharedMemoryUse::kNever;
   BALLAST_RETURN_IF_ERROR(

@@ -120,6 +120,8 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   attach.set_process_id(options.process_id);
   attach.set_rejoin(options.rejoin);
   attach.set_uid(options.job_uid);
+  const bool derives = options.job_uid.empty() && !options.derive_from_uid.empty();
+  if (derives) attach.set_derived_from(options.derive_from_uid);
   attach.set_shared_memory(options.shared_memory == SharedMemoryUse::kAuto);
   *attach.mutable_job() = proto::ToProto(options.job);
   // The last call, at the deadline, has enough time to return a reason.
@@ -131,6 +133,8 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   for (absl::Duration look = kFirstLook; creates; look *= 2) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
+    create.mutable_derive_from()->set_uid(options.derive_from_uid);
+    create.mutable_derive_from()->set_checkpoint(options.derive_from_checkpoint);
     const absl::Status created = transport.CreateJob(create, std::min(left(), look)).status();
     // If the job exists, attaching compares the descriptions.
     if (created.ok() || absl::IsAlreadyExists(created)) break;
@@ -164,12 +168,8 @@ absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
                                const std::string& uid) {
   v1::GetJobRequest request;
   request.set_name(proto::JobName(name));
-  BALLAST_ASSIGN_OR_RETURN(v1::Job job, transport.GetJob(request));
-  if (job.uid() != uid) {
-    return absl::NotFoundError(absl::StrCat("job ", name, " has uid ", job.uid(), ", not ", uid,
-                                            ": it was closed, and created again"));
-  }
-  return job;
+  request.set_uid(uid);
+  return transport.GetJob(request);
 }
 
 absl::StatusOr<v1::Job> AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,

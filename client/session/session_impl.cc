@@ -131,6 +131,7 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time& deadli
   if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
     last_step_applied_ = records.rbegin()->applied();
   }
+  KnowInherited(attached_.job());
   attached_.clear_job();  // A job's description can be large, and is no longer needed.
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
@@ -146,6 +147,13 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time& deadli
                              .reconnect_timeout = options_.reconnect_timeout});
   // At the deadline there is still time for a reason to arrive.
   return keeper_->Open(std::max(deadline - clock_.Now(), absl::Seconds(1)));
+}
+
+void SessionImpl::KnowInherited(const v1::Job& job) {
+  inherited_.assign(options_.job.layout.parameters.size(), false);
+  for (int p = 0; p < job.parameters_size() && p < std::ssize(inherited_); ++p) {
+    inherited_[p] = job.parameters(p).inherited();
+  }
 }
 
 // Each attachment has its own offer. If anything fails, the stream carries everything.

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "client/session.h"
 #include "client/session/callers.h"
@@ -75,6 +76,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // Attaches and opens the stream. Stores in `options` what another attempt needs: the job's uid,
   // and that this process has the rank.
   absl::Status TryToStart(SessionOptions& options, absl::Time& deadline);
+  void KnowInherited(const v1::Job& job);
   v1::OpenTrain OpenMessage() const;
   void ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline);
   // RESOURCE_EXHAUSTED if there is not enough memory and the session cannot work without it.
@@ -157,6 +159,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
 
   // Used by the trainer's thread only.
   bool awaiting_weights_ = false;
+  std::vector<bool> inherited_;  // By parameter: what a derived job has, and no rank brings.
   double update_seconds_ = 0;
   RankReport report_;
   bool reported_ = false;  // A seal or a vote had it.

@@ -1,4 +1,5 @@
 // The calls between steps: weights, counts, checkpoints.
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -17,6 +18,15 @@
 #include "proto/convert.h"
 
 namespace ballast::client {
+namespace {
+
+// ABORTED: the service detached the rank when a stream broke. Reopening takes the rank again, or ends
+// the session.
+bool MayHealUpload(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsAborted(status);
+}
+
+}  // namespace
 
 absl::Status SessionImpl::RetryBetweenSteps(
     const std::function<absl::Status()>& call,
@@ -58,7 +68,7 @@ absl::Status SessionImpl::Upload(
   // Before the upload: with the last rank's part the job is at this step, and a stream that is
   // reopened after that must find the same step here (OnAttachedAgain).
   const uint64_t step_before = committed_step_;
-  if (awaiting_weights_) committed_step_ = state.step;
+  if (awaiting_weights_ && state.step > 0) committed_step_ = state.step;
   const absl::Status sent = SendFirstWeights(state, fill);
   // As far as this rank knows, the job is where it was.
   if (!sent.ok()) committed_step_ = step_before;
@@ -67,7 +77,13 @@ absl::Status SessionImpl::Upload(
 
 absl::Status SessionImpl::SendFirstWeights(
     const FirstState& state, const std::function<void(int chunk, absl::Span<float> out)>& fill) {
-  const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
+  const absl::Span<const int> own = layout_.chunks_of_rank(options_.rank);
+  std::vector<int> chunks(own.begin(), own.end());
+  std::erase_if(chunks, [&](int chunk) {
+    return std::ranges::all_of(layout_.Pieces(chunk), [&](const ChunkPiece& piece) {
+      return inherited_[piece.parameter];
+    });
+  });
   v1::OpenTrain open = OpenMessage();
   std::vector<int> planes(options_.job.groups.size(), 1);
   if (state.step > 0) {
@@ -90,11 +106,7 @@ absl::Status SessionImpl::SendFirstWeights(
             });
         return response.status();
       },
-      [](const absl::Status& status) {
-        // ABORTED: the service detached the rank when a stream broke. Reopening takes the rank
-        // again, or ends the session.
-        return absl::IsUnavailable(status) || absl::IsAborted(status);
-      });
+      MayHealUpload);
   if (attempts > 1 && absl::IsFailedPrecondition(sent)) {
     // An earlier attempt succeeded and only its answer was lost, if the job has its weights.
     BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
@@ -134,10 +146,7 @@ absl::Status SessionImpl::WriteState(
                 })
             .status();
       },
-      // ABORTED: as of first weights.
-      [](const absl::Status& status) {
-        return absl::IsUnavailable(status) || absl::IsAborted(status);
-      });
+      MayHealUpload);
   if (!absl::IsDeadlineExceeded(written)) return Annotate(written, context);
   BALLAST_ASSIGN_OR_RETURN(const v1::Job late, GetJob());
   std::vector<int> awaited;

@@ -85,6 +85,19 @@ struct FirstState {
 // That the words in which a job's chunks are kept can say.
 inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;
 
+// What a new job goes on from, if any: parameters of the same name and shape keep their weights,
+// moments and update counts, others come with first weights, and the step goes on.
+struct Derivation {
+  // The job of the same name, whose place the new one takes once it has all its weights. Empty: there
+  // is none.
+  std::string uid;
+  // Where the state comes from instead of that job: a checkpoint, or a folder of them. Empty: from it.
+  std::string checkpoint;
+
+  bool is_from_nothing() const { return uid.empty() && checkpoint.empty(); }
+  bool operator==(const Derivation&) const = default;
+};
+
 // What the state of a parameter consists of, fp32.
 enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq };
 inline constexpr int kMaxPlanes = 4;

@@ -94,6 +94,7 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual const JobSpec& spec() const = 0;  // As created.
   virtual const Layout& layout() const = 0;
   virtual const std::string& uid() const = 0;
+  virtual const Derivation& derivation() const = 0;  // As created.
   virtual JobStatus Status() const = 0;
   // What the decided steps were like (job_history.h). Does not take the job's lock.
   virtual HistoryView History(const HistoryQuery& query) const = 0;

@@ -22,8 +22,13 @@ absl::StatusOr<Job::Uploader> JobImpl::BeginFirstWeights(const RankHolder& holde
   BALLAST_RETURN_IF_ERROR(CheckGeneration(holder.generation));
   BALLAST_RETURN_IF_ERROR(CheckHolder(holder.rank, holder.process_id));
   BALLAST_RETURN_IF_ERROR(CheckUsable());
-  const bool same =
-      state.step == record_.committed_step && state.update_counts == record_.update_counts;
+  if (!inherited_.empty() && state.step > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", spec().name, " is derived from another one, and new parameters begin ",
+                     "without moments; write those between steps"));
+  }
+  const bool same = !inherited_.empty() || (state.step == record_.committed_step &&
+                                            state.update_counts == record_.update_counts);
   // Of a job that has its weights, each chunk is refused.
   if (!same && !first_weights_.complete()) {
     if (!first_weights_.none()) {
@@ -155,7 +160,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   }
   const Slot& slot = store_->Published(static_cast<int>(index));
   for (int plane = 0; plane < planes; ++plane) {
-    std::copy_n(plane_of(plane).data(), chunk.elements, slot.planes[plane]);
+    WriteFirst(static_cast<int>(index), static_cast<Plane>(plane), plane_of(plane));
   }
   // Moments of an upload that was given up may lie there.
   for (int plane = planes; plane < kMaxPlanes && first_weights_.state() > 0; ++plane) {
@@ -166,14 +171,25 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   ++changes_;
   first_weights_.Arrive(index);
   ShowFirstWeights();
-  if (first_weights_.complete()) {
-    // After a death the words may be of a state that was given up.
-    store_->SetStep(record_.committed_step);
-    save_schedule_.BeginAt(record_.committed_step);
-    Keep();
-    Tell(absl::StrCat("has all first weights, and begins at step ", record_.committed_step));
+  if (first_weights_.missing() > 0) return false;
+  if (identity_.derivation.uid.empty()) {
+    CompleteFirstWeights();
+  } else {
+    RunAfter([take_place = environment_.take_place, self = Self()] { take_place(self); });
   }
   return first_weights_.complete();
+}
+
+void JobImpl::CompleteFirstWeights() {
+  first_weights_.CompleteAll();
+  ShowFirstWeights();
+  // After a death the words may be of a state that was given up.
+  store_->SetStep(record_.committed_step);
+  if (inherited_.empty()) save_schedule_.BeginAt(record_.committed_step);
+  Keep();
+  Tell(absl::StrCat("has all first weights, and ",
+                    inherited_.empty() ? "begins" : "goes on from another job's state", " at step ",
+                    record_.committed_step));
 }
 
 }  // namespace ballast

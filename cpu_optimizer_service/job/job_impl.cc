@@ -72,7 +72,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
   }
 }
 
-absl::Status JobImpl::Allocate() {
+absl::Status JobImpl::Allocate(JobImpl* origin) {
   absl::Status status = AllocateParts();
   // Of a job that is taken over nothing can be left out: its memory was made before.
   const bool may_do_without = kept_ == nullptr || !kept_->taken_over();
@@ -100,6 +100,13 @@ absl::Status JobImpl::Allocate() {
   };
   weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
                                              WeightBufferCount(layout_), start_parked);
+  if (kept_ == nullptr || !kept_->taken_over()) {
+    if (const std::string& path = identity_.derivation.checkpoint; !path.empty()) {
+      BALLAST_RETURN_IF_ERROR(InheritCheckpoint(path, origin));
+    } else if (origin != nullptr) {
+      BALLAST_RETURN_IF_ERROR(Inherit(*origin));
+    }
+  }
   // The record is stored last: where a later process finds one it takes the job over, and refuses a
   // job of which a part is missing.
   if (kept_ == nullptr || kept_->taken_over()) return absl::OkStatus();
@@ -371,6 +378,7 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
     swap();  // What is not kept is not in force: the caller gets an error.
     throw;
   }
+  ++moves_;
   return changed;
 }
 
@@ -419,23 +427,25 @@ Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
               return Reply<bool>(std::move(done), admitted.ok() ? absl::StatusOr<bool>(true)
                                                                 : absl::StatusOr<bool>(admitted));
             }
-            RaiseGeneration(absl::StrCat("job ", spec().name, " has been closed"),
-                            [this, self, done = std::move(done)]()
-                                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                                  gate_.Close();
-                                  // After this flip a later process finds no job, so that
-                                  // memory may go part by part.
-                                  record_.closed = true;
-                                  try {
-                                    Keep();
-                                  } catch (...) {
-                                    kept_->GiveUp();  // Needs no memory.
-                                  }
-                                  step_over_.NotifyAll();
-                                  Tell(absl::StrCat("closed at step ", committed_step()));
-                                  Reply<bool>(std::move(done), true);
-                                });
+            CloseNow(absl::StrCat("job ", spec().name, " has been closed"), std::move(done));
           });
+}
+
+void JobImpl::CloseNow(const std::string& why, Done<bool> done) {
+  RaiseGeneration(why, [this, self = Self(), done = std::move(done)]()
+                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                             gate_.Close();
+                             // After this flip a later process finds no job, so that memory may go part by part.
+                             record_.closed = true;
+                             try {
+                               Keep();
+                             } catch (...) {
+                               kept_->GiveUp();  // Needs no memory.
+                             }
+                             step_over_.NotifyAll();
+                             Tell(absl::StrCat("closed at step ", committed_step()));
+                             Reply<bool>(std::move(done), true);
+                           });
 }
 
 absl::Status JobImpl::CheckUnused(const Use& unused) const {

@@ -12,6 +12,8 @@
 //   job_decision.cc       from the last seal to the commit
 //   job_state.cc          looking at state, timelines
 //   job_load.cc           loading, undoing
+//   job_derive.cc         going on from another job, or a checkpoint, with other parameters
+//   job_write.cc          writes of state between steps
 //   job_save.cc           saving
 //   job_recover.cc        what outlives this process, and taking over what an earlier one left
 //
@@ -65,6 +67,8 @@
 
 namespace ballast {
 
+class JobImpl;
+
 // What a job shares with the others of its engine, all outliving it.
 struct JobEnvironment {
   MemoryBudget* budget = nullptr;
@@ -83,16 +87,20 @@ struct JobEnvironment {
   std::function<void(const JobEvent&)> tell;     // Nullable, too.
   Activities* activities = nullptr;
   NamedMemory* named_memory = nullptr;  // Nullable: jobs die with this process.
+  // Told that the last first weights of a job have come that is to take another one's place.
+  std::function<void(std::shared_ptr<JobImpl>)> take_place;
 };
 
 class JobImpl : public Job {
  public:
   // A job without its memory: INVALID_ARGUMENT says why there can be none. Nothing is called but
-  // spec() and layout() before Allocate. `is_there`: it has its memory, whatever the limit is.
+  // spec(), uid(), derivation() and layout() before Allocate. `is_there`: it has its memory, whatever
+  // the limit is.
   static absl::StatusOr<std::shared_ptr<JobImpl>> Describe(JobIdentity identity,
                                                            const JobEnvironment& environment,
                                                            bool is_there = false);
-  absl::Status Allocate();
+  // `origin`: the job that it is derived from; null: none, or from a checkpoint.
+  absl::Status Allocate(JobImpl* origin = nullptr);
   // The job that an earlier process left in named memory under this uid, ready, with a decided step
   // rolled forward. NOT_FOUND: it had not got so far as to create it. Other errors: it cannot be
   // taken over, in one line. `story` gets what is to be told of it.
@@ -111,6 +119,7 @@ class JobImpl : public Job {
   const JobSpec& spec() const override { return identity_.spec; }
   const Layout& layout() const override { return layout_; }
   const std::string& uid() const override { return identity_.uid; }
+  const Derivation& derivation() const override { return identity_.derivation; }
   JobStatus Status() const override;
   HistoryView History(const HistoryQuery& query) const override { return history_.Read(query); }
   Attachment Position() const override;
@@ -158,6 +167,14 @@ class JobImpl : public Job {
   // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
   // With `unused`: FAILED_PRECONDITION if it has been used since it was like that, or has a stream.
   Pending Close(std::optional<Use> unused, Done<bool> done);
+  // Closes this job, and makes `derived` the one that goes on, in that order for a later process.
+  // False, and nothing is changed: it has not all its weights any more. FAILED_PRECONDITION: this job
+  // has gone on since, or has a step in progress.
+  Pending GiveWayTo(std::shared_ptr<JobImpl> derived, Done<bool> done);
+  bool has_all_first_weights() const {
+    MutexLock lock(mutex_);
+    return first_weights_.missing() == 0;
+  }
 
  private:
   class Stream;
@@ -211,9 +228,10 @@ class JobImpl : public Job {
   // memory itself.
   void Break() noexcept ABSL_LOCKS_EXCLUDED(mutex_);
   bool broken() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return gate_.state().broken; }
-  // For others: while first weights are awaited none is, whichever they begin at.
+  // For others: while first weights are awaited none is, whichever they begin at. Of a derived job it
+  // is known from the start.
   uint64_t committed_step() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return first_weights_.complete() ? record_.committed_step : 0;
+    return first_weights_.complete() || !inherited_.empty() ? record_.committed_step : 0;
   }
   Attachment PositionNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Use UseNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -222,6 +240,8 @@ class JobImpl : public Job {
   void StartTask(std::function<void()> work, int node = TaskPool::kAnyNode);
   // What need_ says: its share of the budget, then the memory.
   absl::Status AllocateParts();
+  // This job ends, whose listeners are told `why`.
+  void CloseNow(const std::string& why, Done<bool> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Runs when the section that has the lock has ended.
   void RunAfter(After after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     after_.push_back(std::move(after));
@@ -255,6 +275,30 @@ class JobImpl : public Job {
   absl::Status CheckFirst(int index, Plane plane, absl::Span<const float> values) const;
   // Shows how far they are, after any of them has come or was forgotten.
   void ShowFirstWeights() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CompleteFirstWeights() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // ---- job_derive.cc. The first ones before anybody else knows the job.
+  using ReadPlane = std::function<absl::Status(const std::string& parameter, Plane plane,
+                                               int64_t offset, absl::Span<float> out)>;
+  // Its own state, while it reads (StopReading).
+  struct Lent {
+    CheckpointIndex index;
+    StepHistory history;
+    SaveSchedule save_schedule;
+    uint64_t moves = 0;
+  };
+  absl::StatusOr<Lent> Lend();
+  absl::Status Inherit(JobImpl& origin);
+  absl::Status InheritCheckpoint(const std::string& path, const JobImpl* origin);
+  absl::Status Inherit(const CheckpointIndex& index, const ReadPlane& read);
+  absl::Status ChooseInherited(const CheckpointIndex& index);
+  absl::Status InheritChunk(int chunk, const ReadPlane& read);
+  // A plane of a chunk that has come, except what is inherited.
+  void WriteFirst(int chunk, Plane plane, absl::Span<const float> values);
+  // Of the origin.
+  absl::Status CheckMayDerive() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  enum class Succession : uint8_t { kDone, kMissing, kMoved };
+  Succession TakePlace(uint64_t origin_moves);
 
   // ---- job_write.cc
   absl::Status CheckMayWrite(int rank, const StateWrite& write) const
@@ -479,8 +523,10 @@ class JobImpl : public Job {
   // ---- job_load.cc
   absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
-  // The record of the checkpoint's last step, with the groups in this job's order.
-  StepRecord LastRecord(const CheckpointIndex& index) const;
+  // Of a job whose groups have these names: with the groups in this job's order.
+  StepRecord WithGroups(const StepRecord& record, absl::Span<const std::string> groups) const;
+  // All that is small, as the index has it: of the parameters and groups that this job has, too.
+  void TakeRecord(const CheckpointIndex& index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
   // Of a load that began then.
   void ReplaceState(OpenedCheckpoint& opened, std::chrono::steady_clock::time_point began,
@@ -559,6 +605,8 @@ class JobImpl : public Job {
   MemoryNeed need_;                // Constant once allocated, as the next.
   std::string speculation_refused_;  // Why a job that was to speculate waits.
   absl::Status broken_;              // What a broken job says; made before it is needed.
+  // By parameter: it has its state from the origin. Empty: of a job that is derived from nothing.
+  std::vector<bool> inherited_;  // Constant once allocated.
 
   MemoryBudget::Reservation reservation_;
   std::unique_ptr<GradientStore> gradients_;
@@ -600,6 +648,9 @@ class JobImpl : public Job {
   int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;       // Of a step that is traced.
   uint64_t given_up_step_ ABSL_GUARDED_BY(mutex_) = 0;  // The last one; 0: none.
   uint64_t changes_ ABSL_GUARDED_BY(mutex_) = 0;        // Use::changes.
+  // Rises where the state changes, or a rank is taken, so that no derived job can take the place.
+  uint64_t moves_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t origin_moves_ ABSL_GUARDED_BY(mutex_) = 0;  // Of the origin, when this was derived.
   // By group, of the committed state; empty: nothing is known.
   std::vector<StateBounds> bounds_ ABSL_GUARDED_BY(mutex_);
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;

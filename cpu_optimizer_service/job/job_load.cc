@@ -85,22 +85,21 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
   return status;
 }
 
-StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
-  const StepRecord& last = *index.last_step;
-  StepRecord record = last;
-  // The checkpoint may have its groups in another order, and some that the job has not.
-  const auto of_job = [&](const auto& saved, const auto& otherwise, auto& values) {
-    if (saved.empty()) return;
+StepRecord JobImpl::WithGroups(const StepRecord& of, absl::Span<const std::string> groups) const {
+  StepRecord record = of;
+  // They may be in another order, and some that the job has not.
+  const auto of_job = [&](const auto& theirs, const auto& otherwise, auto& values) {
+    if (theirs.empty()) return;
     values.assign(layout_.group_count(), otherwise);
     for (int group = 0; group < layout_.group_count(); ++group) {
-      for (size_t i = 0; i < index.groups.size(); ++i) {
-        if (index.groups[i].name == spec().groups[group].name) values[group] = saved[i];
+      for (size_t i = 0; i < groups.size(); ++i) {
+        if (groups[i] == spec().groups[group].name) values[group] = theirs[i];
       }
     }
   };
-  of_job(last.hyper_parameters, HyperParameters(), record.hyper_parameters);
-  of_job(last.outcome.decision.multipliers, 1, record.outcome.decision.multipliers);
-  of_job(last.voted.multipliers, 1, record.voted.multipliers);
+  of_job(of.hyper_parameters, HyperParameters(), record.hyper_parameters);
+  of_job(of.outcome.decision.multipliers, 1, record.outcome.decision.multipliers);
+  of_job(of.voted.multipliers, 1, record.voted.multipliers);
   return record;
 }
 
@@ -252,33 +251,7 @@ void JobImpl::ReplaceState(OpenedCheckpoint& opened, Clock::time_point began,
     Tell(absl::StrCat("not loaded from ", opened.directory, ": ", status.message()));
     return Reply<CheckpointInfo>(std::move(done), status);
   }
-  const CheckpointIndex& index = checkpoint.index();
-  record_.committed_step = index.step;
-  // Previous versions are of what the load has replaced, and so there is nothing to undo.
-  record_.previous.reset();
-  record_.last_vote = {};
-  save_schedule_.SavedAt(index.step, Clock::now());
-  record_.resumed_uid = index.uid;
-  record_.trainer_state = index.trainer_state;
-  history_.Clear();
-  if (index.last_step.has_value()) {
-    const StepRecord last = LastRecord(index);
-    record_.history.Replace(&last);
-    history_.AddEarlier(last);
-  } else {
-    record_.history.Replace(nullptr);
-  }
-  store_->SetStep(index.step);
-  for (const CheckpointIndex::Parameter& saved : index.parameters) {
-    record_.update_counts[layout_.FindParameter(saved.name)] = saved.update_count;
-  }
-  for (int group = 0; group < layout_.group_count(); ++group) {
-    for (const CheckpointIndex::Group& saved : index.groups) {
-      if (saved.name == spec().groups[group].name) {
-        record_.hyper_parameters[group] = saved.hyper_parameters;
-      }
-    }
-  }
+  TakeRecord(checkpoint.index());
   // A checkpoint may be loaded in place of first weights.
   first_weights_.CompleteAll();
   record_.torn_by.clear();
@@ -291,6 +264,37 @@ void JobImpl::ReplaceState(OpenedCheckpoint& opened, Clock::time_point began,
                                                         .step = record_.committed_step,
                                                         .generation = record_.generation,
                                                         .passed_over = opened.passed_over});
+}
+
+void JobImpl::TakeRecord(const CheckpointIndex& index) {
+  record_.committed_step = index.step;
+  // Previous versions are of what was replaced, and so there is nothing to undo.
+  record_.previous.reset();
+  record_.last_vote = {};
+  save_schedule_.SavedAt(index.step, Clock::now());
+  record_.resumed_uid = index.uid;
+  record_.trainer_state = index.trainer_state;
+  history_.Clear();
+  record_.history.Replace(nullptr);
+  if (index.last_step.has_value()) {
+    std::vector<std::string> groups;
+    for (const CheckpointIndex::Group& group : index.groups) groups.push_back(group.name);
+    const StepRecord last = WithGroups(*index.last_step, groups);
+    record_.history.Replace(&last);
+    history_.AddEarlier(last);
+  }
+  store_->SetStep(index.step);
+  for (const CheckpointIndex::Parameter& saved : index.parameters) {
+    const int p = layout_.FindParameter(saved.name);
+    if (p != -1) record_.update_counts[p] = saved.update_count;
+  }
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    for (const CheckpointIndex::Group& saved : index.groups) {
+      if (saved.name == spec().groups[group].name) {
+        record_.hyper_parameters[group] = saved.hyper_parameters;
+      }
+    }
+  }
 }
 
 // ---------------------------------------------------------------- undo

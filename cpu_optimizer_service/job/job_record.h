@@ -23,6 +23,7 @@ struct JobIdentity {
   std::string uid;
   Generation generation = 1;
   JobSpec spec;
+  Derivation derivation;
 };
 
 // A uid that no other job has: 128 random bits in hex.
@@ -36,7 +37,7 @@ class FirstWeights {
       : arrived_(chunks, false), missing_(chunks), forgotten_(ranks, 0) {}
 
   int64_t missing() const { return missing_; }
-  bool complete() const { return missing_ == 0; }
+  bool complete() const { return missing_ == 0 && !held_; }
   bool none() const { return missing_ == static_cast<int64_t>(arrived_.size()); }
   void Arrive(int64_t chunk) {
     if (!arrived_[chunk]) --missing_;
@@ -45,13 +46,23 @@ class FirstWeights {
   void CompleteAll() {
     arrived_.assign(arrived_.size(), true);
     missing_ = 0;
+    held_ = false;
   }
+  // Of a derived job: the chunk has all its weights from the origin, and never misses them.
+  void Inherit(int64_t chunk) {
+    if (inherited_.empty()) inherited_.assign(arrived_.size(), false);
+    inherited_[chunk] = true;
+    Arrive(chunk);
+  }
+  // They are not complete before CompleteAll, even if none is missing.
+  void Hold() { held_ = true; }
   // The weights of two attempts do not mix: until all are there, those of a rank that is taken anew
   // count as missing.
   void Forget(int rank, absl::Span<const int> chunks) {
     if (complete()) return;
     ++forgotten_[rank];
     for (const int chunk : chunks) {
+      if (!inherited_.empty() && inherited_[chunk]) continue;
       if (arrived_[chunk]) ++missing_;
       arrived_[chunk] = false;
     }
@@ -65,7 +76,9 @@ class FirstWeights {
   uint64_t state() const { return state_; }
 
  private:
-  std::vector<bool> arrived_;  // By chunk.
+  std::vector<bool> arrived_;    // By chunk.
+  std::vector<bool> inherited_;  // By chunk; empty: none is.
+  bool held_ = false;
   int64_t missing_ = 0;
   std::vector<uint64_t> forgotten_;  // By rank.
   uint64_t state_ = 0;

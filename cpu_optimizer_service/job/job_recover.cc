@@ -146,6 +146,11 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<KeptJob> kept,
                            KeptJob::TakeOver(*environment.named_memory, uid));
   const std::string name = kept->identity().spec.name;
+  // The job that it was to be derived from goes on.
+  if (!kept->identity().derivation.is_from_nothing() && !kept->weights_complete()) {
+    return absl::NotFoundError(
+        absl::StrCat("what is kept of derived job ", name, " has not all first weights"));
+  }
   const auto take_over = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
     BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<JobImpl> job,
                              Describe(kept->identity(), environment, /*is_there=*/true));

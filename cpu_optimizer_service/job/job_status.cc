@@ -54,6 +54,7 @@ JobStatus JobImpl::Status() const {
   status.update_counts.resize(record_.update_counts.size());
   // While first weights are awaited the record has the counts of the state that is being uploaded.
   if (first_weights_.complete()) status.update_counts = record_.update_counts;
+  if (!first_weights_.complete()) status.inherited = inherited_;
   status.memory = need_;
   status.speculation_refused = speculation_refused_;
   status.speculation_paused = CanSpeculate() ? speculation_.paused() : 0;

@@ -85,9 +85,10 @@ struct JobTraffic {
 // A consistent picture of a job.
 struct JobStatus {
   Generation generation;
-  uint64_t committed_step = 0;  // 0 while first weights are awaited, whichever they begin at.
-  uint64_t state_writes = 0;    // By the ranks, since the job was created.
-  uint64_t undoable_step = 0;   // The last committed one, while it can be undone; 0: none.
+  // While first weights are awaited 0, whichever they begin at; of a derived job its origin's.
+  uint64_t committed_step = 0;
+  uint64_t state_writes = 0;   // By the ranks, since the job was created.
+  uint64_t undoable_step = 0;  // The last committed one, while it can be undone; 0: none.
   JobPhase phase = JobPhase::kAwaitingWeights;
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;
@@ -116,6 +117,9 @@ struct JobStatus {
   LatestReports latest;                           // Of the last committed steps.
   std::vector<HyperParameters> hyper_parameters;  // One per group, now in force.
   std::vector<int64_t> update_counts;             // By parameter; 0 for a frozen one.
+  // By parameter: it has its state from the job or checkpoint that this job is derived from. Empty:
+  // the job awaits no weights, or is derived from nothing.
+  std::vector<bool> inherited;
 };
 
 }  // namespace ballast

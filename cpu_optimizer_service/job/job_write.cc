@@ -4,7 +4,6 @@
 // from which it is the job's state, for a process that takes over, too. The copies that follow may
 // be made again. Then the record is flipped once more.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -218,6 +217,7 @@ void JobImpl::WriteNow(const StateWriting& writing) {
   for (size_t i = 0; i < write.update_counts.size(); ++i) {
     record_.update_counts[write.parameters[i]] = write.update_counts[i];
   }
+  ++moves_;
   record_.previous.reset();  // The state before the last step is not what would be gone back to.
   bounds_.clear();           // They are of values that a step has left.
   Keep();

@@ -126,8 +126,12 @@ void Fields(Each&& each, JobSpec& v) {
        v.keep_previous);
 }
 template <typename Each>
+void Fields(Each&& each, Derivation& v) {
+  each(v.uid, v.checkpoint);
+}
+template <typename Each>
 void Fields(Each&& each, JobIdentity& v) {
-  each(v.uid, v.generation, v.spec);
+  each(v.uid, v.generation, v.spec, v.derivation);
 }
 
 template <typename Each>

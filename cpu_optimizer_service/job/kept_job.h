@@ -45,6 +45,9 @@
 //                a chunk its planes, then its word in the table; then the flip that it is done.
 //   abort, load  the flip with a generation and an epoch more; of a load, which directory is being
 //                loaded, and when it is, a flip that it is.
+//   derive       of the new job all that it has from the old one, then who it is; when its first
+//                weights are there the flip that says so, from which it is the job; then the old
+//                one is closed. A new one without that flip is forgotten.
 //   closed       the flip that says so, then the memory goes. Of a broken job, or without memory
 //                for the flip, the record's word that it has nothing (GiveUp).
 //

@@ -31,9 +31,10 @@ struct DescriptionSize {
   int64_t parameters = 0;
   int64_t partitions = 0;
   int64_t mesh_dims = 0;
-  absl::Status entries;  // INVALID_ARGUMENT: the first entry that says more than it may.
-  std::string name;      // The request's own field 1, where that is a string,
-  std::string uid;       // and its field 4.
+  absl::Status entries;      // INVALID_ARGUMENT: the first entry that says more than it may.
+  std::string name;          // The request's own field 1, where that is a string,
+  std::string uid;           // its field 4,
+  std::string derived_from;  // and its field 10.
 
   // Null: `list` is none of those that are counted.
   int64_t* CountOf(int list) {
@@ -55,6 +56,7 @@ constexpr int kCreateJobField = v1::CreateJobRequest::kJobFieldNumber;
 constexpr int kAttachJobField = v1::AttachWorkerRequest::kJobFieldNumber;
 constexpr int kNameField = v1::AttachWorkerRequest::kNameFieldNumber;
 constexpr int kUidField = v1::AttachWorkerRequest::kUidFieldNumber;
+constexpr int kDerivedFromField = v1::AttachWorkerRequest::kDerivedFromFieldNumber;
 // Of a job and of each entry of its lists.
 constexpr int kDescribedNameField = v1::Job::kNameFieldNumber;
 static_assert(kDescribedNameField == v1::ParamGroup::kNameFieldNumber &&
@@ -170,12 +172,15 @@ bool Measure(const grpc::ByteBuffer& bytes, int job_field, DescriptionSize& size
     const int field = WireFormatLite::GetTagFieldNumber(tag);
     if (IsBytes(tag) && field == job_field) {
       if (!MeasureJob(in, size)) return false;
-    } else if (IsBytes(tag) && (field == kNameField || field == kUidField)) {
+    } else if (IsBytes(tag) &&
+               (field == kNameField || field == kUidField || field == kDerivedFromField)) {
       uint32_t length = 0;
       if (!in.ReadVarint32(&length) || static_cast<int32_t>(length) < 0) return false;
       if (length > proto::kMaxRequestBytes) {
         if (!in.Skip(static_cast<int>(length))) return false;  // CheckRest refuses it.
-      } else if (!in.ReadString(field == kNameField ? &size.name : &size.uid,
+      } else if (!in.ReadString(field == kNameField  ? &size.name
+                                : field == kUidField ? &size.uid
+                                                     : &size.derived_from,
                                 static_cast<int>(length))) {
         return false;
       }
@@ -294,7 +299,9 @@ absl::StatusOr<JobToAttach> FindJobToAttach(const grpc::ByteBuffer& attach_reque
   DescriptionSize size;
   if (!Measure(attach_request, kAttachJobField, size)) return NotA("AttachWorkerRequest");
   BALLAST_RETURN_IF_ERROR(CheckRest(attach_request, size));
-  return JobToAttach{.name = std::move(size.name), .uid = std::move(size.uid)};
+  return JobToAttach{.name = std::move(size.name),
+                     .uid = std::move(size.uid),
+                     .derived_from = std::move(size.derived_from)};
 }
 
 absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_request) {

@@ -28,6 +28,7 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
 struct JobToAttach {
   std::string name;
   std::string uid;
+  std::string derived_from;
 };
 absl::StatusOr<JobToAttach> FindJobToAttach(const grpc::ByteBuffer& attach_request);
 

@@ -225,6 +225,7 @@ size_t LargestMessageBytes(const JobSpec& spec) {
   for (v1::Parameter& parameter : *message.mutable_parameters()) {
     parameter.set_offset(kLongest);
     parameter.set_update_count(kLongest);
+    parameter.set_inherited(true);
   }
   for (v1::ParamGroup& group : *message.mutable_groups()) {
     group.set_flat_elements(kLongest);
@@ -258,6 +259,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.set_committed_step(status.committed_step);
   message.set_undoable_step(status.undoable_step);
   message.set_state_writes(status.state_writes);
+  message.set_derived_from(job.derivation().uid);
   message.set_phase(PhaseMessage(status.phase));
   message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);
@@ -285,6 +287,9 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   for (int p = 0; p < message.parameters_size(); ++p) {
     message.mutable_parameters(p)->set_offset(job.layout().place(p).offset);
     message.mutable_parameters(p)->set_update_count(status.update_counts[p]);
+    if (!status.inherited.empty()) {
+      message.mutable_parameters(p)->set_inherited(status.inherited[p]);
+    }
   }
   return message;
 }

@@ -41,8 +41,9 @@ absl::StatusOr<std::shared_ptr<Job>> Find(const Engine& engine, const Caller& ca
   return uid.empty() ? FindJob(engine, caller, name) : FindJob(engine, caller, name, uid);
 }
 
-absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes) {
+absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes, v1::DeriveFrom& derive_from) {
   BALLAST_ASSIGN_OR_RETURN(const auto request, proto::ParseControl<v1::CreateJobRequest>(bytes));
+  derive_from = request.derive_from();
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
   // A reply names parameters in full, so it may be larger than the request, and training makes it
   // grow.
@@ -57,7 +58,7 @@ absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes) {
 
 v1::Job CreatedMessage(const Engine& engine, const Job& job) {
   v1::Job message = ToMessage(engine, job, /*with_parameters=*/true);
-  TellOfCheckpoint(engine, job, message);
+  if (job.derivation().is_from_nothing()) TellOfCheckpoint(engine, job, message);
   if (const std::string& why = message.speculation().unavailable(); !why.empty()) {
     spdlog::warn("job {} does not speculate, and updates after each decision: {}", job.spec().name,
                  why);
@@ -67,7 +68,8 @@ v1::Job CreatedMessage(const Engine& engine, const Job& job) {
 
 absl::StatusOr<v1::Job> Get(const Engine& engine, const Caller& caller,
                             const v1::GetJobRequest& request) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine, caller, request.name());
+  const absl::StatusOr<std::shared_ptr<Job>> job =
+      Find(engine, caller, request.name(), request.uid());
   if (job.ok()) return ToMessage(engine, **job, request.with_parameters());
   if (ReasonOf(job.status()) != reason::kJobBeingCreated) return job.status();
   for (const std::shared_ptr<const Job>& creating : engine.JobsBeingCreated()) {
@@ -188,17 +190,24 @@ grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext* con
 }
 
 void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request) {
+  Derivation derivation;
   absl::StatusOr<JobSpec> spec = [&]() -> absl::StatusOr<JobSpec> {
     BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, request));
     // The caller can only be checked after parsing: the name is a part of the description.
-    BALLAST_ASSIGN_OR_RETURN(JobSpec made, SpecOf(request));
+    v1::DeriveFrom derive_from;
+    BALLAST_ASSIGN_OR_RETURN(JobSpec made, SpecOf(request, derive_from));
     BALLAST_RETURN_IF_ERROR(call.caller().Check(made.name));
+    derivation.uid = derive_from.uid();
+    if (!derive_from.checkpoint().empty()) {
+      BALLAST_ASSIGN_OR_RETURN(derivation.checkpoint,
+                               paths_.Resolve(derive_from.checkpoint(), call.caller()));
+    }
     return made;
   }();
   if (!spec.ok()) return call.End(spec.status());
   call.Await<std::shared_ptr<Job>>(
       [&](Done<std::shared_ptr<Job>> done) {
-        engine_.CreateJob(*std::move(spec), std::move(done));
+        engine_.CreateJob(*std::move(spec), std::move(derivation), std::move(done));
         return Pending();  // What has been begun is made, whether its caller waits for it or not.
       },
       [this](const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::Job> {
@@ -264,7 +273,10 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
   absl::StatusOr<Parsed> parsed = [&]() -> absl::StatusOr<Parsed> {
     BALLAST_ASSIGN_OR_RETURN(const JobToAttach wanted, FindJobToAttach(bytes));
     Parsed all;
-    BALLAST_ASSIGN_OR_RETURN(all.job, Find(engine_, call.caller(), wanted.name, wanted.uid));
+    BALLAST_ASSIGN_OR_RETURN(
+        all.job, wanted.derived_from.empty()
+                     ? Find(engine_, call.caller(), wanted.name, wanted.uid)
+                     : FindDerived(engine_, call.caller(), wanted.name, wanted.derived_from));
     // The job bounds what a worker may say of it, so it has to be found before that is parsed.
     BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*all.job, bytes));
     BALLAST_ASSIGN_OR_RETURN(all.request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));

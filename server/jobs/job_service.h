@@ -5,6 +5,7 @@
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/call_pool.h"
+#include "server/checkpoint_paths.h"
 #include "server/jobs/unary_call.h"
 #include "server/shared_memory/shared_memory_server.h"
 
@@ -24,16 +25,17 @@ using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
                                 v1::JobService::WithRawCallbackMethod_GetHistory<
                                     v1::JobService::Service>>>>>>>>>>;
 
-// Thread-safe. The engine, the access, the pools and the server of shared memory outlive its calls. The methods
+// Thread-safe. The engine, the access, the pools, the paths and the server of shared memory outlive its calls. The methods
 // only start a call (unary_call.h); its work is done in a pool.
 class JobService final : public JobServiceBase {
  public:
   // `shared_memory_server` is null if no memory is shared with workers.
-  JobService(Engine& engine, const Access& access, CallPools& pools,
+  JobService(Engine& engine, const Access& access, CallPools& pools, const CheckpointPaths& paths,
              SharedMemoryServer* shared_memory_server)
       : engine_(engine),
         access_(access),
         pools_(pools),
+        paths_(paths),
         shared_memory_server_(shared_memory_server) {}
 
   grpc::ServerUnaryReactor* CreateJob(grpc::CallbackServerContext* context,
@@ -78,6 +80,7 @@ class JobService final : public JobServiceBase {
   Engine& engine_;
   const Access& access_;
   CallPools& pools_;
+  const CheckpointPaths& paths_;
   SharedMemoryServer* const shared_memory_server_;
 };
 

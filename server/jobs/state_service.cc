@@ -161,7 +161,7 @@ void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   const absl::StatusOr<std::string> folder =
-      PathOf(call.caller(), DirectoryOf(request.directory(), **job));
+      paths_.Resolve(DirectoryOf(request.directory(), **job), call.caller());
   if (!folder.ok()) return call.End(folder.status());
   call.Await<CheckpointInfo>(
       [&](Done<CheckpointInfo> done) {
@@ -189,7 +189,7 @@ void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   const absl::StatusOr<std::string> path =
-      PathOf(call.caller(), DirectoryOf(request.directory(), **job));
+      paths_.Resolve(DirectoryOf(request.directory(), **job), call.caller());
   if (!path.ok()) return call.End(path.status());
   call.Await<CheckpointInfo>(
       [&](Done<CheckpointInfo> done) {
@@ -204,14 +204,6 @@ void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request) {
         for (const std::string& damage : loaded.passed_over) response.add_passed_over(damage);
         return response;
       });
-}
-
-absl::StatusOr<std::string> StateService::PathOf(const Caller& caller,
-                                                 const std::string& directory) const {
-  if (IsCheckpointName(directory)) {
-    BALLAST_RETURN_IF_ERROR(caller.Check(directory.substr(0, directory.find('/'))));
-  }
-  return paths_.Resolve(directory, caller.peer());
 }
 
 grpc::ServerUnaryReactor* StateService::ListCheckpoints(grpc::CallbackServerContext* context,
@@ -240,7 +232,7 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
       after.clear();
     }
   } else {
-    absl::StatusOr<std::string> path = PathOf(call.caller(), request.directory());
+    absl::StatusOr<std::string> path = paths_.Resolve(request.directory(), call.caller());
     if (!path.ok()) return call.End(path.status());
     look.path = *std::move(path);
   }
@@ -273,7 +265,7 @@ grpc::ServerUnaryReactor* StateService::VerifyCheckpoints(grpc::CallbackServerCo
 
 void StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request) {
   const std::string& directory = request.directory();
-  const absl::StatusOr<std::string> path = PathOf(call.caller(), directory);
+  const absl::StatusOr<std::string> path = paths_.Resolve(directory, call.caller());
   if (!path.ok()) return call.End(path.status());
   // A folder of checkpoints has its job's name.
   const std::string job = IsCheckpointName(directory) ? FolderOf(directory) : "";
@@ -302,7 +294,7 @@ grpc::ServerUnaryReactor* StateService::DeleteCheckpoint(grpc::CallbackServerCon
 }
 
 void StateService::Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request) {
-  absl::StatusOr<std::string> path = PathOf(call.caller(), request.directory());
+  absl::StatusOr<std::string> path = paths_.Resolve(request.directory(), call.caller());
   if (!path.ok()) return call.End(path.status());
   call.Await<std::vector<FoundCheckpoint>>(
       [&](Done<std::vector<FoundCheckpoint>> done) {

@@ -59,7 +59,6 @@ class StateService final : public StateServiceBase {
   void Load(UnaryCall& call, const v1::LoadJobRequest& request);
   // `directory` as a call of this caller gives it; the folder of a name is the job's of that name,
   // whether there is one now or not.
-  absl::StatusOr<std::string> PathOf(const Caller& caller, const std::string& directory) const;
   void List(UnaryCall& call, const v1::ListCheckpointsRequest& request);
   void Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request);
   void Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request);

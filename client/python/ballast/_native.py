@@ -50,7 +50,8 @@ class Options(c.Structure):
                 ("never_share_memory", c.c_int32), ("join_timeout_seconds", c.c_double),
                 ("reconnect_timeout_seconds", c.c_double), ("wait_seconds", c.c_double),
                 ("weights", c.POINTER(c.c_void_p)), ("tls_ca", c.c_char_p), ("tls_cert", c.c_char_p),
-                ("tls_key", c.c_char_p), ("token_file", c.c_char_p), ("takes_no_steps", c.c_int32)]
+                ("tls_key", c.c_char_p), ("token_file", c.c_char_p), ("takes_no_steps", c.c_int32),
+                ("derive_from_uid", c.c_char_p), ("derive_from_checkpoint", c.c_char_p)]
 
 
 class Info(c.Structure):

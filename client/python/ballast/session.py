@@ -144,6 +144,11 @@ class Session:
     while_waiting is called about every 0.1 s while a call waits for other ranks or for the service; what it raises
     ends the wait, and the session with it.
 
+    derive_from_uid: the job goes on from the state of the job of the same name and this uid, with other parameters.
+    Those of the same name and shape keep weights, moments and update counts; `upload_weights` sends the others. All
+    ranks say the same. Once all weights are there, it takes that job's place, in one act; NotFoundError: that one has
+    gone on meanwhile, or is gone. derive_from_checkpoint: the state comes from there, as from `load`.
+
     takes_steps: False for a session that only uploads weights, saves or loads.
 
     tls_ca, tls_cert, tls_key, token_file: files, as for `ballast.connect`.
@@ -151,7 +156,8 @@ class Session:
     Raises the errors of `ballast.errors`. Calls come one at a time, from any thread."""
 
     def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
-                 job_uid: str | None = None, rejoin: bool = False, share_memory: bool = True,
+                 job_uid: str | None = None, derive_from_uid: str | None = None,
+                 derive_from_checkpoint: str | None = None, rejoin: bool = False, share_memory: bool = True,
                  join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,
                  while_waiting: Callable[[], None] | None = None, takes_steps: bool = True, memory: object = None,
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
@@ -190,6 +196,8 @@ class Session:
         options = _native.sized(
             _native.Options, service=service.encode(), job=ctypes.pointer(native_job), rank=rank,
             job_uid=None if job_uid is None else job_uid.encode(), rejoin=rejoin,
+            derive_from_uid=None if derive_from_uid is None else derive_from_uid.encode(),
+            derive_from_checkpoint=None if derive_from_checkpoint is None else derive_from_checkpoint.encode(),
             never_share_memory=not share_memory, join_timeout_seconds=join_timeout,
             reconnect_timeout_seconds=reconnect_timeout, wait_seconds=_SLICE_SECONDS,
             weights=_native.pointers(list(weights)), tls_ca=_path(tls_ca), tls_cert=_path(tls_cert),

@@ -266,6 +266,45 @@ void JobHistory::Thin() {
   }
 }
 
+void JobHistory::GoOnFrom(const JobHistory& other) {
+  const MutexLock theirs(other.mutex_);
+  const MutexLock lock(mutex_);
+  columns_.resize(first_number_);
+  columns_.insert(columns_.end(), other.columns_.begin() + other.first_number_,
+                  other.columns_.end());
+  last_given_ = other.last_given_;
+  // By column here, the one there; none: a group that the other has not.
+  std::vector<size_t> from(columns_.size(), other.columns_.size());
+  for (size_t column = 0; column < columns_.size(); ++column) {
+    const HistoryColumn& ours = columns_[column];
+    if (column >= first_number_) {
+      from[column] = column - first_number_ + other.first_number_;
+      continue;
+    }
+    for (size_t there = 0; there < other.first_number_; ++there) {
+      const HistoryColumn& their = other.columns_[there];
+      if (their.source == ours.source && their.name == ours.name) from[column] = there;
+    }
+  }
+  const auto in_order = [&](const auto& values, const auto& absent) {
+    std::decay_t<decltype(values)> ordered;
+    for (const size_t column : from) {
+      ordered.push_back(column < values.size() ? values[column] : absent);
+    }
+    return ordered;
+  };
+  whole_ = other.whole_;
+  for (Whole& whole : whole_) whole.values = in_order(whole.values, kAbsent);
+  levels_ = other.levels_;
+  for (std::deque<HistoryEntry>& level : levels_) {
+    for (HistoryEntry& entry : level) entry.cells = in_order(entry.cells, HistoryCell());
+  }
+  skips_ = other.skips_;
+  latest_ = other.latest_;
+  latest_.group_norms.clear();  // Of the other's groups.
+  last_commit_ = other.last_commit_;
+}
+
 void JobHistory::Undo() {
   const MutexLock lock(mutex_);
   if (whole_.empty()) return;

@@ -108,6 +108,9 @@ class JobHistory {
   void Add(const StepRecord& record, const Memory& memory);
   // A step that another process has committed, of which only its record is known.
   void AddEarlier(const StepRecord& record);
+  // Takes all that is known of another job, in place of what is known here. A group's norms are those
+  // of the group of the same name.
+  void GoOnFrom(const JobHistory& other);
   void Undo();  // Forgets the last step.
   void Clear();
 

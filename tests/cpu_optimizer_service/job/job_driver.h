@@ -221,9 +221,10 @@ class JobDriver {
   RecordingListener& listener(int rank) { return *listeners_[rank]; }
   uint64_t next_step() const { return job_->Status().committed_step + 1; }
 
-  // Weights from TestValue, zeros in the padding.
+  // Weights from TestValue, zeros in the padding. A derived job may have all before the last.
   void UploadWeights(uint64_t seed = 1) {
     for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      if (c > 0 && job_->Status().phase != JobPhase::kAwaitingWeights) break;
       const std::vector<float> weights = Values(c, seed);
       const auto piece = AsPiece(weights);
       (void)job_->WriteInitialWeights(c, {piece}).value();

@@ -145,6 +145,8 @@ struct Training {
   bool pins = false;      // A reader holds the state that each process begins with.
   uint64_t undoes = 0;    // This step, once it is committed for the first time. 0: none.
   uint64_t writes = 0;    // Of state, once this step is committed. 0: none.
+  uint64_t derives = 0;   // Once this step is committed, to `derived`. 0: never.
+  JobSpec derived;
   uint64_t skips = 0;     // This step is voted to be abandoned. 0: none.
   uint64_t begins = 0;    // At this step, with moments.
   uint64_t loads = 0;     // Once this step is committed for the first time. 0: never.
@@ -163,7 +165,7 @@ inline void Must(const absl::Status& status) {
 // opening says.
 class Worker {
  public:
-  Worker(Engine& engine, const Training& training) : training_(training) {
+  Worker(Engine& engine, const Training& training) : engine_(engine), training_(training) {
     const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(training.spec.name);
     job_ = found.ok() ? *found : engine.CreateJob(training.spec).value();
     driver_.emplace(job_);
@@ -182,18 +184,14 @@ class Worker {
     }
     AwaitLoad();
     OpenAll();
-    WriteIfDue();
-    UndoIfDue();
-    LoadIfDue();
+    DoWhatIsDue();
     std::vector<int> parameters(job_->spec().layout.parameters.size());
     std::iota(parameters.begin(), parameters.end(), 0);
     std::optional<Snapshot> held;
     if (training_.pins) held = job_->TakeSnapshot(parameters).value();
     while (job_->Status().committed_step < training_.steps) {
       Step();
-      WriteIfDue();
-      UndoIfDue();
-      LoadIfDue();
+      DoWhatIsDue();
     }
     const JobStatus status = job_->Status();
     std::string text = absl::StrCat(
@@ -216,6 +214,25 @@ class Worker {
       Open(rank);
       Must(driver_->UploadState({.step = training_.begins, .update_counts = counts}, rank));
     }
+  }
+  void DoWhatIsDue() {
+    WriteIfDue();
+    UndoIfDue();
+    LoadIfDue();
+    DeriveIfDue();
+  }
+  void DeriveIfDue() {
+    if (training_.derives == 0 || job_->Status().committed_step != training_.derives) return;
+    if (!job_->derivation().is_from_nothing()) return;
+    JobDriver derived(
+        engine_.CreateJob(training_.derived, {.uid = job_->uid(), .checkpoint = ""}).value());
+    derived.UploadWeights(5);
+    driver_.reset();
+    job_ = engine_.FindJob(training_.spec.name).value();
+    if (job_.get() != &derived.job()) Must(absl::InternalError("the derived job is not the job"));
+    driver_.emplace(job_);
+    shares_memory_.clear();
+    OpenAll();
   }
   // Asks in each process again, and from step to step: nothing says whether an answer was lost.
   void UndoIfDue() {
@@ -343,6 +360,7 @@ class Worker {
       Must(driver_->stream(rank).EndMicroStep(attempt, m, {}));
     }
   }
+  Engine& engine_;
   const Training training_;
   std::shared_ptr<Job> job_;
   std::optional<JobDriver> driver_;

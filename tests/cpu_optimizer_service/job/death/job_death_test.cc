@@ -132,6 +132,27 @@ TEST_F(JobDeathTest, AroundAWriteOfStateIsNotSeen) {
   DieAtEachStore(training, 0, /*stride=*/4);
 }
 
+// The old job, or the new one: never both, never neither, and the new one is whole.
+TEST_F(JobDeathTest, WhileAJobIsDerivedFromAnotherIsNotSeen) {
+  Training training = Small();
+  training.derives = 2;
+  training.steps = 4;
+  training.derived = training.spec;
+  std::vector<ParameterSpec>& parameters = training.derived.layout.parameters;
+  parameters.erase(parameters.begin());
+  parameters.push_back({.name = "new", .shape = {300}, .group = 0});
+  training.derived.layout.partitions =
+      PartitionsOf(MakeBuckets(FlatElements(parameters, training.derived.layout.group_count),
+                               training.derived.layout.world_size, 512),
+                   training.derived.layout.world_size);
+  ExpectAmong(DieAtEachStore(training), {"a chunk's first weights"});
+  DieAtEachStore(training, /*second=*/2, /*stride=*/5);
+  DieAtEachStore(training, /*second=*/0, /*stride=*/5, /*in_directory=*/true);
+  training.spec.keep_previous = training.derived.keep_previous = true;
+  training.spec.update_mode = training.derived.update_mode = UpdateMode::kSpeculate;
+  DieAtEachStore(training, 0, /*stride=*/4);
+}
+
 TEST_F(JobDeathTest, WhileFirstWeightsComeWithMomentsIsNotSeen) {
   Training training = Small();
   training.begins = 3;
