@@ -153,6 +153,9 @@ std::string Text(const Attempt& attempt) {
   for (const auto& [group, changes] : attempt.vote.overrides) {
     absl::StrAppend(&text, "  voted of group ", group, ": ", Text(changes), "\n");
   }
+  if (attempt.derive_seed != 0) {
+    absl::StrAppend(&text, "  the job is derived before it, of seed ", attempt.derive_seed, "\n");
+  }
   if (attempt.write_seed != 0) {
     absl::StrAppend(&text, "  state is written before it, of seed ", attempt.write_seed, "\n");
   }

@@ -240,6 +240,7 @@ Attempt AnyAttempt(Random& random, const JobPlan& job, Layer layer) {
         {.kind = EventKind::kDeath, .at = random.Below(kPositions), .pick = random.Below(1000)});
   }
   if (layer == Layer::kEngine && random.OneIn(6)) attempt.write_seed = random.Next();
+  if (layer == Layer::kEngine && random.OneIn(6)) attempt.derive_seed = random.Next();
   return attempt;
 }
 

@@ -33,9 +33,10 @@ TEST(Histories, EndAsTheModelSays) {
         tally.norms}) {
     EXPECT_GT(count, kHistories / 20);
   }
-  for (const int64_t count : {tally.spoilt, tally.aborted_at_decision, tally.undone, tally.loaded,
-                              tally.redone, tally.written, tally.spikes, tally.abandoned,
-                              tally.refused_votes, tally.given_up, tally.not_last}) {
+  for (const int64_t count :
+       {tally.spoilt, tally.aborted_at_decision, tally.undone, tally.loaded, tally.redone,
+        tally.written, tally.derived, tally.spikes, tally.abandoned, tally.refused_votes,
+        tally.given_up, tally.not_last}) {
     EXPECT_GT(count, kHistories / 100);
   }
   if (!CanDie()) return;

@@ -1,6 +1,7 @@
 #include "tests/histories/history.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -145,6 +146,22 @@ float WrittenValue(const Attempt& attempt, Plane plane, const ParameterPlan& par
       UnitValue(Mix(attempt.write_seed + 4 * Mix(parameter.id) + static_cast<uint64_t>(plane)) +
                 static_cast<uint64_t>(element));
   return plane == Plane::kExpAvgSq ? value * value : value;
+}
+
+std::vector<int> LeftOutOf(const JobPlan& job, const Attempt& attempt) {
+  std::vector<int> left_out;
+  std::set<int> groups;  // Of which one parameter stays.
+  const uint64_t bits = Mix(attempt.derive_seed);
+  for (size_t p = 0; p < job.parameters.size() && attempt.derive_seed != 0; ++p) {
+    const ParameterPlan& parameter = job.parameters[p];
+    if (!parameter.trainable || groups.insert(parameter.group).second) continue;
+    if ((bits >> (parameter.id % 64) & 1) != 0) left_out.push_back(static_cast<int>(p));
+  }
+  return left_out;
+}
+
+float WeightAfterwards(const Attempt& attempt, const ParameterPlan& parameter, int64_t element) {
+  return UnitValue(Mix(attempt.derive_seed + Mix(parameter.id)) + static_cast<uint64_t>(element));
 }
 
 bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, uint32_t end) {

@@ -82,8 +82,8 @@ enum class EventKind : uint8_t {
   kBadVote,    // A rank votes what can never be.
   kOtherVote,  // A rank votes otherwise than the others, until all are told to vote again.
   // The service dies at the (1 + `pick` % 16)th store that a later process could see; one time in
-  // eight the one after it, too, while it takes over. One time in four, in the first weights, or in
-  // a write of state.
+  // eight the one after it, too, while it takes over. One time in four, in the first weights, in a
+  // write of state, or while the job is derived.
   kDeath,
 };
 inline constexpr int kEventKinds = static_cast<int>(EventKind::kOtherVote) + 1;  // Without deaths.
@@ -152,6 +152,8 @@ struct Attempt {
   uint64_t order_seed = 0;  // How the calls of the ranks interleave; 0: one rank after the other.
   std::vector<Event> events;
   uint64_t write_seed = 0;  // What of the state is written before it (WriteOf); 0: nothing.
+  // Before it the job is derived twice: without some parameters (LeftOutOf), and with all; 0: not.
+  uint64_t derive_seed = 0;
   Spoil spoil = Spoil::kNone;
   End end = End::kCommit;
   int end_at = 0;
@@ -184,6 +186,9 @@ inline bool Looks(const Attempt& attempt, int rank) { return (attempt.looks >> r
 StateWrite WriteOf(const JobPlan& job, const Attempt& attempt, uint64_t step);
 float WrittenValue(const Attempt& attempt, Plane plane, const ParameterPlan& parameter,
                    int64_t element);
+// What of a job is left out once, by index; and what it begins with when it comes again.
+std::vector<int> LeftOutOf(const JobPlan& job, const Attempt& attempt);
+float WeightAfterwards(const Attempt& attempt, const ParameterPlan& parameter, int64_t element);
 float FirstWeight(const ParameterPlan& parameter, int64_t element);
 // Whether the parameter received a gradient on some rank in micro-steps [begin, end).
 bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, uint32_t end);

@@ -56,6 +56,20 @@ void Model::Write(const Attempt& attempt) {
   previous_.reset();
 }
 
+void Model::Derive(const Attempt& attempt) {
+  for (const int p : LeftOutOf(job_, attempt)) {
+    ParameterState& state = state_.parameters[p];
+    for (size_t e = 0; e < state.master.size(); ++e) {
+      state.master[e] = WeightAfterwards(attempt, job_.parameters[p], static_cast<int64_t>(e));
+    }
+    for (auto* plane : {&state.exp_avg, &state.exp_avg_sq, &state.max_exp_avg_sq}) {
+      std::fill(plane->begin(), plane->end(), 0.0f);
+    }
+    state.updates = 0;
+  }
+  previous_.reset();
+}
+
 void Model::Undo() {
   state_ = *std::exchange(previous_, std::nullopt);
   in_step_ = false;

@@ -76,6 +76,8 @@ class Model {
   }
   // The ranks write what WriteOf says.
   void Write(const Attempt& attempt);
+  // What LeftOutOf says begins anew.
+  void Derive(const Attempt& attempt);
   // The last committed step, if it can be undone.
   std::optional<uint64_t> undoable_step() const;
   // Undoes it.

@@ -46,6 +46,7 @@ void AddSmallerAttempts(Histories& smaller, const History& history, size_t i) {
   if (attempt.vote != StepVote()) add([](Attempt& a) { a.vote = {}; });
   if (attempt.looks != 0) add([](Attempt& a) { a.looks = a.spikes = 0; });
   if (attempt.write_seed != 0) add([](Attempt& a) { a.write_seed = 0; });
+  if (attempt.derive_seed != 0) add([](Attempt& a) { a.derive_seed = 0; });
   if (attempt.spikes != 0) add([](Attempt& a) { a.spikes = 0; });
   if (attempt.may_guess) add([](Attempt& a) { a.may_guess = false; });
   if (attempt.gradient_size != 1) add([](Attempt& a) { a.gradient_size = 1; });

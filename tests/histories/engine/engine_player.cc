@@ -107,6 +107,7 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
     if (lacks) BALLAST_RETURN_IF_ERROR(GiveMemory(rank));
   }
   BALLAST_RETURN_IF_ERROR(WriteState());
+  BALLAST_RETURN_IF_ERROR(DeriveJob());
   BALLAST_RETURN_IF_ERROR(PlayCalls());
   BALLAST_RETURN_IF_ERROR(Finish());
   for (const Rank& rank : ranks_) BALLAST_RETURN_IF_ERROR(rank.ear->fault());

@@ -102,6 +102,10 @@ class EnginePlayer {
   absl::Status UploadWeights();
   absl::Status WriteState();
   absl::Status BringWrite(const StateWrite& write);
+  // engine_derive.cc: the job without some parameters, and then with all again.
+  absl::Status DeriveJob();
+  absl::Status BringDerived(const JobSpec& without, const JobSpec& with, const std::string& uid);
+  absl::Status BringBack(Job& job);
   // The call, and the same again if the service dies in it.
   template <typename Call>
   auto Survive(const UnderWay& under_way, const Call& call) -> decltype(call()) {

@@ -29,11 +29,11 @@ std::string Describe(const Tally& tally) {
       ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
       tally.given_up, ", further gradients after may_guess ", tally.not_last, "; aborted ",
       tally.aborted, " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone,
-      ", written between steps ", tally.written, ", replaced ", tally.replaced, ", loaded ",
-      tally.loaded, ", snapshots ", tally.snapshots, "; chunks speculated ", tally.speculated,
-      ", published ", tally.published, ", redone ", tally.redone, "; in place ", tally.in_place,
-      ", borrowed ", tally.borrowed, "; deaths ", tally.deaths,
-      ", decided steps carried out after one ", tally.carried_out, "; died at ",
+      ", written between steps ", tally.written, ", derived ", tally.derived, ", replaced ",
+      tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
+      "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
+      tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed, "; deaths ",
+      tally.deaths, ", decided steps carried out after one ", tally.carried_out, "; died at ",
       absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")));
 }
 
@@ -121,6 +121,11 @@ absl::Status JobUnderTest::TakeOver() {
   job_.reset();
   BALLAST_ASSIGN_OR_RETURN(engine_, engines_.TakeOver());
   BALLAST_ASSIGN_OR_RETURN(job_, engine_->FindJob(name));
+  return absl::OkStatus();
+}
+
+absl::Status JobUnderTest::FindAgain() {
+  BALLAST_ASSIGN_OR_RETURN(job_, engine_->FindJob(job_->spec().name));
   return absl::OkStatus();
 }
 

@@ -43,6 +43,7 @@ struct Tally {
   int64_t aborted_at_decision = 0;
   int64_t undone = 0;
   int64_t written = 0;
+  int64_t derived = 0;
   int64_t replaced = 0;
   int64_t loaded = 0;
   int64_t refused_calls = 0;
@@ -113,6 +114,8 @@ class JobUnderTest {
   absl::Status UploadWeights();
   // The engine has died, and nothing of it is held any more but this job: it goes on in the next.
   absl::Status TakeOver();
+  // What has the job's name by now.
+  absl::Status FindAgain();
   absl::Status Save();
   // nullopt: nothing has been saved.
   absl::StatusOr<std::optional<CheckpointInfo>> Load();
