@@ -100,7 +100,7 @@ struct SessionOptions {
   // NOT_FOUND: that job is not there any more, or has gone on meanwhile: derive again.
   std::string derive_from_uid;
   // The state comes from this checkpoint, or the newest of a folder (LoadCheckpoint), and not from that
-  // job. Without derive_from_uid no job may have the name before.
+  // job. Without derive_from_uid it is FAILED_PRECONDITION if a job has the name.
   std::string derive_from_checkpoint;
   // How long rank 0 tries to create the job, and others wait; 1 s more for each 16 Mi elements.
   absl::Duration join_timeout = absl::Seconds(60);

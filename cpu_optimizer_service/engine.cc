@@ -266,6 +266,12 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
       entries[name].job = job;
       return Entered::kIsNew;
     }
+    if (found->second.ready && !job->derivation().is_from_nothing() &&
+        !IsSame(*found->second.job, *job)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "job ", name, " exists, and is not derived from ", job->derivation().checkpoint,
+          "; close it, or give its uid, so that the new one takes its place"));
+    }
     if (found->second.ready) {
       return absl::AlreadyExistsError(
           absl::StrCat("job ", name, " exists; attach to it, close it, or choose another name"));

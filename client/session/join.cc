@@ -57,7 +57,7 @@ constexpr absl::Duration kLineEvery = absl::Seconds(10);
 void WarnOfCheckpoint(const v1::Job& job, const SessionOptions& options) {
   const v1::SavedCheckpoint& found = job.found_checkpoint();
   if (!job.has_found_checkpoint() || job.phase() != v1::AWAITING_WEIGHTS) return;
-  if (!options.takes_steps) return;
+  if (!options.takes_steps || !options.derive_from_checkpoint.empty()) return;
   Log().warn(
       "job {} begins again; the service has a checkpoint of an earlier one at step {}, in {}, "
       "which `ballast load {} {}` loads",

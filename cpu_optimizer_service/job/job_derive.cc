@@ -23,9 +23,12 @@ absl::Status JobImpl::CheckMayDerive() const {
             "job ", spec().name, " has no weights yet, and no job can be derived from it")),
         reason::kNoWeightsYet);
   }
-  if (std::holds_alternative<std::monostate>(step_) && writing_ == nullptr) {
-    return absl::OkStatus();
-  }
+  const auto* open = std::get_if<OpenStep>(&step_);
+  const auto has_begun = [](const RankInStep& rank) { return rank.begun; };
+  // What all ranks have taken back of a step is nothing.
+  const bool is_between = std::holds_alternative<std::monostate>(step_) ||
+                          (open != nullptr && std::ranges::none_of(open->ranks(), has_begun));
+  if (is_between && writing_ == nullptr) return absl::OkStatus();
   return WithReason(absl::FailedPreconditionError(absl::StrCat(
                         "a rank of job ", spec().name, " has begun step ",
                         record_.committed_step + 1, ", or writes state before it, without the ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -45,6 +46,28 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
         made = session.job_uid
         session.load(of_step["name"])
     return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a job is derived from: the job of the same name and this uid, and a checkpoint in its stead, if that is not
+    empty. Both empty: nothing."""
+
+    uid: str = ""
+    checkpoint: str = ""
+
+    def found(self, client: Client, job: str, checkpoint: str | None) -> Origin:
+        """Called by one rank before any has a session: this one, as it is on the service now. If this is empty: what is
+        there, of a job of that name, or of a checkpoint."""
+        now = next((other for other in client.jobs() if other["name"] == job), None)
+        begun = now is not None and now["phase"] != "awaiting_weights"
+        if self.uid:
+            # An earlier try had come to its end, unnoticed.
+            return Origin(now["uid"]) if begun and now["resumed_uid"] == self.uid else self
+        uid = now["uid"] if begun else ""
+        if checkpoint is not None and is_one(checkpoint):
+            return Origin(uid, checkpoint)
+        return Origin(uid) if begun else Origin("", checkpoint) if checkpoint and _checkpoints(client, checkpoint) else self
 
 
 def is_one(name: str) -> bool:

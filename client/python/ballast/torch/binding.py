@@ -17,7 +17,7 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ..errors import (
     error_of,
 )
 from ..restore import (
+    Origin,
     awaits_weights,
     begin_from,
     begun_already,
@@ -59,7 +60,6 @@ from .watch import Watch
 # Of one binding: each but the last ends because another rank is taken from a process that has ended.
 _MOST_SESSIONS = 6
 _INTERRUPTED = "the last call was interrupted; attach() takes the job's weights, and goes on from its step"
-_THAWED = ("parameter {name} was {then} when the job was made, and is not now; create another optimizer and another job")
 _WITHOUT = ("no parameter of this step() has a gradient, so nothing changes. If there was a backward, the model has other "
             "parameters than this optimizer: create it after what replaces them, such as fully_shard or to_empty")
 _ALL_FROZEN = "no parameter of this optimizer requires a gradient, so step() changes nothing: see requires_grad_()"
@@ -76,7 +76,8 @@ class Binding:
     attach: the job may be past its first step, and its weights are put into the parameters. resume: the uid and
     step that `state_dict` said, which the job must have. checkpoint: what a job without weights begins with. moments:
     by parameter of the param groups, what else a job without weights begins with, beside the weights of the parameters;
-    with resume NothingToResume if the service has nothing of that job."""
+    with resume NothingToResume if the service has nothing of that job. derive: the job goes on from another one that
+    has other parameters: see Origin. trained: see Described. changed: whether the param groups are of another job."""
 
     # Of one whose constructor has failed early.
     session: Session | None = None
@@ -91,12 +92,13 @@ class Binding:
                  module: torch.nn.Module | None, credentials: dict[str, str | None],
                  resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
+                 derive: Origin | None = None, trained: Collection[int] = (), changed: Callable[[], bool],
                  keep_previous: bool = False, on_abort: str = "redo", on_write: str = "error",
                  write_back: Callable[[], None], kept: Kept, logged: Logged):
         self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
-        self._kept, self._logged = kept, logged
+        self._kept, self._logged, self._changed = kept, logged, _weakly(changed)
         self._in_step = False  # It is decided, and has not ended on the session.
         self._reopening = False  # In which an interrupt may come, too.
         self._lost = False  # Gradients that were freed when they left.
@@ -120,11 +122,12 @@ class Binding:
         for group in param_groups:
             check_group(group)  # Its parameters may be others than when the optimizer was made.
         self._made_with = hyper_parameters()
-        described = Described(param_groups, self._made_with)
+        described = Described(param_groups, self._made_with, trained)
         self.parameters, self.names, self.source = described.tensors, described.names, described.source
         self._left_out = described.left_out
         check_memory(list(zip(self.names, self.parameters)))
         self._bound_to = _identities(param_groups)
+        self._names_in = [list(group["param_names"]) for group in param_groups]
         for parameter in self.parameters:
             patches.release(parameter)
         # An accelerator, or a trainer, may have wrapped the module since the optimizer was made.
@@ -132,7 +135,10 @@ class Binding:
             module = ddp_of(self.parameters, module)
             check_reduction(module)
         self._module = module
-        trained = {index: parameter for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        trained = {index: self.parameters[index] for index, parameter in enumerate(described.parameters)
+                   if not parameter.frozen}
+        self._untrained = [*self._left_out.values(), *(self.parameters[index] for index in range(len(self.parameters))
+                                                       if index not in trained)]
         if overlap_weights:
             check_overlap_weights((self.names[index], parameter) for index, parameter in trained.items())
         self.mesh = mesh_of(self.names, self.parameters)
@@ -145,7 +151,7 @@ class Binding:
         try:
             with self._notifying():
                 self._open(self._job_of(job, described, update), process_group, service, timeout, reconnect_timeout,
-                           resume, new, attach, checkpoint)
+                           resume, new, attach, checkpoint, derive)
                 self._moments = None
             if overlap_weights and not self.places.together:
                 self.returning = ReturningWeights(trained, {index: self.names[index] for index in trained})
@@ -208,7 +214,7 @@ class Binding:
                    update_mode=update, max_micro_steps=1, mesh=mesh,
                    keep_previous=self._keep_previous, on_abort=self._on_abort)
 
-    def _open(self, job: Job, process_group, service, timeout, reconnect_timeout, resume, new, attach, checkpoint):
+    def _open(self, job: Job, process_group, service, timeout, reconnect_timeout, resume, new, attach, checkpoint, derive):
         if self.peers is not None:
             self.peers.agree([("the call", "attach()" if attach else "step()"), ("the loaded state", str(resume)),
                               ("its moments", "none" if self._moments is None else
@@ -219,13 +225,19 @@ class Binding:
                        for number in range(len(job.groups))]
             self.places = Flats(self.parameters, members, process_group)
         else:
-            self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters])
+            self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters],
+                                 [not p.frozen for p in job.parameters])
         address, job = self._address(service, job)
         self.job, self._client = job.name, Client(address, timeout, wait=min(30.0, timeout),
                                                  **self._credentials)
         places = [place.data_ptr() for place in self.places.places]
-        uid = None
-        if resume is not None:
+        uid, origin = None, Origin()
+        if derive is not None:
+            if self.rank == 0:
+                origin = derive.found(self._client, job.name, checkpoint)
+            if self.peers is not None:
+                origin = Origin(*self.peers.from_first("derived from", f"{origin.uid}\n{origin.checkpoint}").split("\n"))
+        elif resume is not None:
             uid = restore(self._client, job, places, *resume, timeout, self._credentials,
                           or_nothing=self._moments is not None) if self.rank == 0 else None
             uid = uid if self.peers is None else self.peers.from_first("uid", uid)
@@ -257,11 +269,12 @@ class Binding:
                 self._moments = None
 
         if resume is None and new:
-            self._check_alike(unbegun=not attach)
+            self._check_alike(unbegun=not attach or derive is not None)
 
         # It has no reference to the binding, which would keep it alive.
         self._open_session = functools.partial(
             Session, address, job, places, rank=self.rank, job_uid=uid, join_timeout=min(60.0, timeout),
+            derive_from_uid=origin.uid or None, derive_from_checkpoint=origin.checkpoint or None,
             timeout=timeout, reconnect_timeout=reconnect_timeout,
             while_waiting=functools.partial(_listen, self.peers, self._kept.service),
             memory=self.places.places, **self._credentials)
@@ -330,7 +343,7 @@ class Binding:
         if self.mesh is None:
             return
         for index, elements in enumerate(self.session.owned_elements()):
-            if not self.parameters[index].requires_grad:
+            if self.session.job.parameters[index].frozen:
                 continue
             expected = local(self.parameters[index]).numel() if self.places.owned[index] else 0
             if elements != expected:
@@ -360,6 +373,38 @@ class Binding:
     def has(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether their parameters are those that it is bound to."""
         return _identities(param_groups) == self._bound_to
+
+    def has_others(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether they are of another job: parameters were added, left out, moved, resized or thawed. Others in the place
+        of the same ones, such as accelerate.prepare puts there, are none."""
+        if self._names_in != [list(group["param_names"]) for group in param_groups]:
+            return True
+        if self.has(param_groups):
+            return any(parameter.requires_grad for parameter in self._untrained)
+        shape_of = {name: parameter.shape for name, parameter in
+                    [*zip(self.names, self.parameters), *self._left_out.items()]}
+        return any(shape_of.get(name, parameter.shape) != parameter.shape for group in param_groups
+                   for name, parameter in zip(group["param_names"], group["params"]))
+
+    def leave(self) -> None:
+        """Before another job is derived from this one. What has left of the step that comes next is taken back: it is
+        in .grad."""
+        self.settle()
+        if self.stream is not None and self.stream.begun:
+            if self.stream.sealed is not None:
+                raise RuntimeError("the param groups were changed after clip_grad_norm_ or unscale_, which had all ranks "
+                                   "end the step; call zero_grad() and do the step's backward passes again")
+            if self.stream.frees and self.stream.left:
+                raise RuntimeError("the param groups were changed when gradients had left and were freed, as "
+                                   "accumulation_steps= has it: call zero_grad() and do the step's backward passes again")
+        self.wait_for_weights()
+        with self._notifying():
+            if self.peers is not None:
+                self.peers.change(self.step_count + 1)
+            if self.stream is not None and self.stream.begun:
+                self.stream.take_back()
+            self._write_back()
+            self._check_untouched(all_of_it=True)
 
     def _has_failed(self) -> bool:
         self._settle_alone()
@@ -509,9 +554,20 @@ class Binding:
             place = torch.frombuffer((ctypes.c_float * elements).from_address(address), dtype=torch.float32)
             place.copy_(flat[index, plane][offset:offset + elements])
 
-        with self._notifying(), self.session.part():
+        with self._notifying(), self.session.part(), self._waiting_in(self.step_count + 1):
             self.session.write_state(indices, list(planes), write, update_counts=update_counts)
         self._saved_step = None  # The state of that step is another one now.
+
+    @contextlib.contextmanager
+    def _waiting_in(self, step: int):
+        if self.peers is None:
+            yield
+            return
+        self.peers.step = step
+        try:
+            yield
+        finally:
+            self.peers.step = None
 
     def send_weights(self, indices: list[int] | None) -> None:
         """Of all ranks, between steps: the weights of these parameters, by default of all that are trained, are the
@@ -581,7 +637,8 @@ class Binding:
                 decide = functools.partial(self._seal_and_vote, gradients, loss_scale)
             self._given = self.step_count, given
             with self._part():
-                decision = decide()
+                with self._waiting_in(self.step_count + 1):
+                    decision = decide()
                 self._end(decision)
             if self.returning is not None:
                 self.returning.take_held()
@@ -604,7 +661,7 @@ class Binding:
         sealed = None if self.stream is None else self.stream.sealed
         gradients = {} if sealed is not None or what == "undo" else {
             index: parameter.grad.detach() for index, parameter in enumerate(self.parameters)
-            if parameter.requires_grad and parameter.grad is not None}
+            if not self.session.job.parameters[index].frozen and parameter.grad is not None}
 
         def call_of() -> uneven.Call:
             begun, now = self.stream is not None and self.stream.begun, self._hyper_parameters()
@@ -815,7 +872,7 @@ class Binding:
                 self._prepare_begin()
             gradients = self._gradients()
             self._call_joined("seal")
-            with self._part():
+            with self._part(), self._waiting_in(self.step_count + 1):
                 if begins:
                     self._begin()
                     self.stream.begun = True
@@ -863,16 +920,11 @@ class Binding:
     def _gradients(self) -> dict[int, torch.Tensor]:
         """What this rank has in .grad and has not left, by index in the job. RuntimeError if it cannot be sent."""
         found, left = {}, () if self.stream is None else self.stream.left
-        for name, parameter in self._left_out.items():
-            if parameter.grad is not None and parameter.requires_grad:
-                raise RuntimeError(_THAWED.format(name=name, then="frozen"))
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None or index in left:
+            if parameter.grad is None or index in left or self.session.job.parameters[index].frozen:
                 continue
-            self._check_as_made(index)
-            if parameter.requires_grad:
-                self._check_gradient(index, parameter.grad)
-                found[index] = parameter.grad.detach()
+            self._check_gradient(index, parameter.grad)
+            found[index] = parameter.grad.detach()
         return found
 
     def _push(self, gradients: dict[int, torch.Tensor]) -> None:
@@ -964,7 +1016,7 @@ class Binding:
         frees = self._accumulation_steps is not None and not isinstance(self.places, Flats)
         stream = GradientStream(self.session, hooked, self._accumulation_steps or 1, frees, _weakly(self._own_part),
                                 _weakly(self._begin_early), _weakly(self._seal), _weakly(self._has_failed),
-                                _weakly(self.forget_given), on_gpu)
+                                _weakly(self.forget_given), self._changed, on_gpu)
         if isinstance(self.places, Flats):
             hook_ddp(self._module)
         patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)
@@ -1020,11 +1072,6 @@ class Binding:
                 "service's weights back")
         if changed:
             self._watch.remember()
-
-    def _check_as_made(self, index: int) -> None:
-        parameter, name = self.parameters[index], self.names[index]
-        if self.session.job.parameters[index].frozen == parameter.requires_grad:
-            raise RuntimeError(_THAWED.format(name=name, then="frozen" if parameter.requires_grad else "trainable"))
 
     def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
         parameter = self.parameters[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -99,9 +100,11 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 class Described:
     """Param groups as a job has them: a param group becomes a group of the job for each dtype in it, a parameter with
     several names one of the job. `tensors` and `names`: by index in the job. `source`: by group of the job, the param
-    group that it is of."""
+    group that it is of. trained: by identity, what the job before this one trained, and goes on to have moments, as in
+    torch, if it is frozen now."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters]):
+    def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters],
+                 trained: Collection[int] = ()):
         self.groups: list[Group] = []
         self.parameters: list[Parameter] = []
         self.tensors: list[torch.Tensor] = []
@@ -124,7 +127,7 @@ class Described:
                     self.groups.append(Group(f"{index}.{dtype}", values, dtype, dtype))
                     self.source.append(index)
                 self.parameters.append(Parameter(name, tuple(parameter.shape), numbers[parameter.dtype],
-                                                 frozen=not parameter.requires_grad))
+                                                 frozen=not (parameter.requires_grad or id(parameter) in trained)))
                 self.tensors.append(parameter)
                 self.names.append(name)
 

@@ -23,19 +23,20 @@ class Shards:
     parameters themselves, where they are contiguous and in host memory, else to a copy in host memory. Of
     replicas one rank is the owner, and the others get the weights from it.
 
-    placements: by parameter; None for one that is whole on every rank."""
+    placements: by parameter; None for one that is whole on every rank. trained: by parameter, as the job has it; a
+    trainer may freeze one while others are trained."""
 
-    def __init__(self, parameters: list[torch.Tensor], mesh, placements: list[tuple[int | None, ...] | None]):
+    def __init__(self, parameters: list[torch.Tensor], mesh, placements: list[tuple[int | None, ...] | None],
+                 trained: list[bool]):
         self.parameters, self.mesh = parameters, mesh
         self.owned = [_is_owner(mesh, of) for of in placements]
-        # As the job has it: a trainer may freeze a parameter while others are trained.
-        self._written = [p.requires_grad and owned for p, owned in zip(parameters, self.owned)]
+        self._written = [is_trained and owned for is_trained, owned in zip(trained, self.owned)]
         self.places = [local(p) if _is_plain(local(p)) else torch.empty(local(p).shape, dtype=p.dtype)
                        for p in parameters]
         self._addresses = [place.data_ptr() for place in self.places]
         self._replicas: dict[tuple, list[int]] = {}
         for index, of in enumerate(placements):
-            if not parameters[index].requires_grad or of is None:
+            if not trained[index] or of is None:
                 continue
             dims = tuple(d for d, cut in enumerate(of) if cut is None and mesh.size(d) > 1)
             if dims and local(parameters[index]).numel() > 0:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import FailedPreconditionError, NotFoundError
-from ..restore import is_one
+from ..restore import Origin, is_one
 from ..session import Decision, HyperParameters
 from . import dcp, guard, owners, uneven
 from .binding import Binding, Kept, NothingToResume
@@ -35,7 +35,9 @@ _NUMBERED = re.compile(r"param\.\d+")
 
 class Remote(torch.optim.Optimizer):
     """AdamW and Adam are of this class. The hyper-parameters of a param group may change between steps, as LR
-    schedulers do it; the parameters may not, once the first step has been made."""
+    schedulers do it, and so may the parameters: then the next step() derives another job from the one that there is.
+    All ranks change them alike. Parameters of the same name and shape keep their moments, as frozen ones do that were
+    trained before; others begin with the trainer's weights."""
 
     _binding: Binding | None = None
     _moments: list[Moments | None] | None = None  # By parameter: of a state that was loaded, until a job has them.
@@ -43,6 +45,7 @@ class Remote(torch.optim.Optimizer):
     _settings_of_others: list[HyperParameters] | None = None  # While a rank that has joined is bound.
     _full_state = False
     _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
+    _before: Binding | None = None  # It is closed: the job that comes next is derived from its own.
 
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float,
@@ -222,7 +225,7 @@ class Remote(torch.optim.Optimizer):
             self._binding.wait_for_weights()
 
     @torch.no_grad()
-    def attach(self, create: bool = False, resume: bool | str = False) -> int:
+    def attach(self, create: bool = False, resume: bool | str = False, derive: bool = False) -> int:
         """Binds to the job as it is on the service, and puts its weights into the parameters: for a run that
         goes on, before the first forward, or after an AbortedError. Returns the job's step. It comes after whatever puts
         other parameters into the param groups, such as accelerator.prepare.
@@ -231,10 +234,18 @@ class Remote(torch.optim.Optimizer):
         NotFoundError or FailedPreconditionError. resume: the same, but first the service looks for a checkpoint of the
         job's name (or of the one that is given: "gpt", "gpt/step-1000") and loads it. So it may stand there from the
         first start on. "gpt/step-1000" must be there, a job with weights have begun with it, and the optimizer not be
-        bound yet. Where it goes on, it warns of the model's buffers and frozen parameters, which no service holds."""
+        bound yet. Where it goes on, it warns of the model's buffers and frozen parameters, which no service holds.
+
+        derive, with resume: the job, or the checkpoint, may have other parameters (resized embeddings, for example). What
+        has the same name and shape there is taken over, and the rest begins with the trainer's weights. The optimizer is
+        not bound yet."""
         checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
+        if derive and not (resume and self._binding is None and self._moments is None and
+                           not self.param_groups[0]["job_uid"]):
+            raise ValueError("derive=True goes with resume=, on an optimizer that is not bound yet and has loaded no state")
         first = self._own_step is None
-        binding = self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint)
+        binding = self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint,
+                              origin=Origin() if derive else None)
         if resume and first and binding.step_count > 0 and binding.rank == 0:
             self._warn_of_what_is_not_held()
         return binding.step_count
@@ -277,9 +288,16 @@ class Remote(torch.optim.Optimizer):
             self._binding = None
         self._kept = Kept()
 
-    def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None) -> Binding:
+    def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None,
+               origin: Origin | None = None) -> Binding:
         bound = self._binding
-        if attach and bound is not None:
+        if self._is_changed() and checkpoint is None:
+            if not bound.failed:
+                bound.leave()
+            self._before = bound
+            bound.close()
+            self._binding = None
+        elif attach and bound is not None:
             if checkpoint is not None and is_one(checkpoint) and not bound.failed:
                 job = self._settings["job"]
                 raise FailedPreconditionError(f"this optimizer is bound to job {job} already: `ballast load {job} "
@@ -293,21 +311,32 @@ class Remote(torch.optim.Optimizer):
         if self._binding is None:
             if not attach:
                 uneven.call(self._parameters(), lambda: uneven.Call("bind", settings=self._current_hyper_parameters()))
-            self._name_by_module()
+            if self._before is not None:
+                if self._before.has_others(self.param_groups):
+                    origin = Origin(self._before.job_uid)
+                else:  # It could not be, and they are what they were.
+                    attach = True
+            elif self._own_step is None or origin is None:  # Else names say what a job has.
+                self._name_by_module()
+            derives = origin is not None
             group = self.param_groups[0]
             resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
-            if attach and resume == self._own_step:  # Of this optimizer itself: nothing has been loaded.
+            if derives or (attach and resume == self._own_step):  # Of this optimizer itself: nothing has been loaded.
                 resume = None
             self._binding = Binding(
                 self.param_groups, self._current_hyper_parameters,
-                resume=resume, new=new or self._moments is not None, attach=attach or resume is not None,
-                checkpoint=checkpoint, moments=self._moments, write_back=self._write_back, kept=self._kept,
-                logged=self._logged, **self._settings)
-            self._moments, self._kept.begun = None, False
+                resume=resume, new=new or derives or self._moments is not None,
+                attach=attach or derives or resume is not None, checkpoint=checkpoint, moments=self._moments,
+                derive=origin, trained=self._trained, changed=self._is_changed, write_back=self._write_back,
+                kept=self._kept, logged=self._logged, **self._settings)
+            self._moments, self._kept.begun, self._before = None, False, None
             owners.register(self, self._binding.parameters, _job_of)
-            self._know_trained(is_new=not attach and resume is None)
+            self._know_trained(is_new=not attach and not derives and resume is None, goes_on=derives)
             self._tell_step()
         return self._binding
+
+    def _is_changed(self) -> bool:
+        return self._binding is not None and self._binding.has_others(self.param_groups)
 
     def _name_by_module(self) -> None:
         """Parameters that were given without names, as the module has them, or a DistributedDataParallel, if one is
@@ -327,13 +356,15 @@ class Remote(torch.optim.Optimizer):
             return next(iter(living_with(parameters)), None)
         return self.module
 
-    def _know_trained(self, is_new: bool) -> None:
-        job = self._binding.session.job
+    def _know_trained(self, is_new: bool, goes_on: bool) -> None:
+        job, before, offsets = self._binding.session.job, self._trained, self._offsets
         index_of = {id(parameter): index for index, parameter in enumerate(self._binding.parameters)
                     if not job.parameters[index].frozen}
         self._trained = {id(parameter): (index_of[id(parameter)], _planes_of(group))
                          for group in self.param_groups for parameter in group["params"] if id(parameter) in index_of}
         self._offsets = {}
+        if goes_on:
+            self._offsets = {of: offsets.get(of, 0 if of in before else self._binding.step_count) for of in self._trained}
         for parameter in self._binding.parameters:
             state = self.state.get(parameter)
             if is_new and type(state) is ParameterState and any(plane in dict.keys(state) for plane in _PLANES):
@@ -468,9 +499,7 @@ class Remote(torch.optim.Optimizer):
             uneven.register(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._binding is not None:
-            raise RuntimeError("parameters cannot be added after the first step: the job on the service has the "
-                               "parameters that it was created with. Close it and create another optimizer")
+        """Also after the first step(): then the next one derives another job."""
         if self._settings is not None:
             begin = sum(len(group["params"]) for group in self.param_groups)
             (param_group,) = named([param_group], self.module, begin)
@@ -521,7 +550,6 @@ class Remote(torch.optim.Optimizer):
             state = super().state_dict()
             state["state"] = {index: values.here() if type(values) is ParameterState else values
                               for index, values in state["state"].items()}
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         parameters = self._parameters()
         if self._moments is not None:  # No service has them yet.
             for index, moments in enumerate(self._moments):
@@ -603,7 +631,7 @@ class Remote(torch.optim.Optimizer):
         """Into the state, which goes to the job before its next step. The weights are the trainer's to load, and to
         send."""
         self._name_step()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         for parameter, values in zip(parameters, moments or [None] * len(parameters)):
             if id(parameter) in self._trained:
                 planes = ("step", *self._trained[id(parameter)][1])

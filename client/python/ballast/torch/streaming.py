@@ -49,12 +49,13 @@ class GradientStream:
     all steps, and `.grad` is freed as it leaves. `part`: of a gradient, by its index, what this process has; it raises
     where that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now, and notes it
     here. `seal`: gives what has not left, waits for all ranks, and notes it here. `failed`: whether no step can be
-    made any more. `forgotten`: notes that nothing counts that was given since the last step. `on_gpu`: whether gradients
-    are there."""
+    made any more. `forgotten`: notes that nothing counts that was given since the last step. `changed`: whether the
+    next step is of another job, which takes all of `.grad`. `on_gpu`: whether gradients are there."""
 
     def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None], times: int, frees: bool,
                  part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None],
-                 seal: Callable[[], Sealed], failed: Callable[[], bool], forgotten: Callable[[], None], on_gpu: bool):
+                 seal: Callable[[], Sealed], failed: Callable[[], bool], forgotten: Callable[[], None],
+                 changed: Callable[[], bool], on_gpu: bool):
         self.begun = False
         self.discards = 0  # In this step, of which all ranks must have as many.
         self.sealed: Sealed | None = None
@@ -67,6 +68,7 @@ class GradientStream:
         self._leaving: set[int] = set()  # Of what has left, in the backward that is under way.
         self._samples: list[Samples] = []  # Of what has left before.
         self._part, self._begin, self._seal, self._failed, self._forgotten = part, begin, seal, failed, forgotten
+        self._changed, self._stays = changed, False  # Whether nothing leaves before the next step.
         self._forks = _forks
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
@@ -122,6 +124,7 @@ class GradientStream:
                 raise FailedPreconditionError("a backward after clip_grad_norm_, which had all ranks end the step; "
                                               "call step() or zero_grad() first")
             self._backwards[backward] = threading.get_ident()
+            self._stays = not self.begun and self._changed()
 
     def leave_backward(self, backward: int) -> None:
         with self._lock:
@@ -137,7 +140,7 @@ class GradientStream:
         """A gradient has come; whether it leaves now."""
         with self._lock:
             self.came[index] += 1
-            return self.came[index] == self._leaves_at[index]
+            return self.came[index] == self._leaves_at[index] and not self._stays
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """What this process has of a parameter's gradient goes to the service, once in a step."""

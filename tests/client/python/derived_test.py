@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""Parameters that are added, thawed, frozen, resized or left out in the middle of a training: as with torch.optim."""
+
+import copy
+import tempfile
+import unittest
+import warnings
+
+import torch
+from ranks_for_tests import run_ranks
+from torch_test import TOLERANCE, Model, batch, furthest, loss_of, names
+
+import ballast.torch
+
+_MODES = ({}, {"overlap": True}, {"overlap": True, "overlap_weights": True})
+
+
+def parts_of(model):
+    """By name, in two."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if name != "frozen"]
+    return named[:2], named[2:]
+
+
+def bare(params):
+    """Without names."""
+    return [dict(part, params=[p for _, p in part["params"]]) if isinstance(part, dict) else part[1] for part in params]
+
+
+class DerivedTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(1)
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.service = ballast.Service(memory_limit="1GiB", checkpoint_dir=folder.name)
+        cls.addClassCleanup(cls.service.stop)
+        cls.client = ballast.Client(cls.service.address)
+
+    def job_of(self, name):
+        return next(job for job in self.client.jobs() if job["name"] == name)
+
+    def ours(self, model, params, name, mode=None, **options):
+        mode = mode or {}
+        given = {"module": model} if "overlap_weights" in mode else {}
+        return ballast.torch.AdamW(params, lr=0.01, service=self.service.address, job=name, **mode, **given, **options)
+
+    def like_torch(self, change, begin=names, steps=7, derived=1, modes=_MODES, clip=None, after_backward=False):
+        """change(optimizer, model, step), before each step, or between its backward and step(). Both end alike, with the
+        state of each parameter, and the job was derived so often."""
+        for number, mode in enumerate(modes):
+            with self.subTest(mode):
+                torch.manual_seed(0)
+                model = Model()
+                reference = copy.deepcopy(model)
+                job = f"{self.id().rpartition('.')[2]}-{number}"
+                ours = self.ours(model, begin(model), job, mode)
+                theirs = torch.optim.AdamW(bare(begin(reference)), lr=0.01)
+                uids = []
+                for step in range(steps):
+                    for each, optimizer in ((model, ours), (reference, theirs)):
+                        optimizer.zero_grad()
+                        if not after_backward:
+                            change(optimizer, each, step)
+                        loss_of(each, batch(step), seldom=step % 3 == 0).backward()
+                        if after_backward:
+                            change(optimizer, each, step)
+                        if clip:
+                            torch.nn.utils.clip_grad_norm_(
+                                [p for group in optimizer.param_groups for p in group["params"]], clip)
+                        optimizer.step()
+                    ours.wait_for_weights()
+                    uids.append(self.job_of(job)["uid"])
+                self.assertLess(furthest(model, reference), TOLERANCE)
+                for one, other in zip(model.parameters(), reference.parameters()):
+                    if "exp_avg" not in theirs.state.get(other, {}) or id(one) not in ours._trained:
+                        continue
+                    for plane in ("exp_avg", "exp_avg_sq"):
+                        torch.testing.assert_close(ours.state[one][plane], theirs.state[other][plane], rtol=1e-4,
+                                                   atol=1e-6)
+                self.assertEqual(len(set(uids)), 1 + derived)
+                now = self.job_of(job)
+                self.assertEqual((now["committed_step"], now["applied_steps"]), (steps, steps))
+                self.assertEqual(ours.param_groups[-1]["job_step"], steps)
+                self.assertEqual(ours.param_groups[0]["job_uid"], now["uid"])
+                if mode.get("overlap"):
+                    self.assertTrue(ours.overlap)
+                ours.close(job=True)
+
+    # ------------------------------------------------------------ what is trained changes
+
+    def test_a_group_that_is_added(self):
+        def change(optimizer, model, step):
+            if step == 2:
+                optimizer.add_param_group({"params": parts_of(model)[1] if "job_uid" in optimizer.defaults else
+                                           [p for _, p in parts_of(model)[1]], "lr": 0.02, "weight_decay": 0.1})
+
+        self.like_torch(change, lambda model: parts_of(model)[0])
+        self.like_torch(change, lambda model: parts_of(model)[0], modes=_MODES[:2], clip=0.1)
+
+    def test_several_that_are_added_one_after_the_other(self):
+        def change(optimizer, model, step):
+            if step in (1, 3, 4):
+                name, parameter = names(model)[{1: 1, 3: 2, 4: 3}[step]]
+                optimizer.add_param_group({"params": [(name, parameter)] if "job_uid" in optimizer.defaults else
+                                           [parameter]})
+
+        self.like_torch(change, lambda model: names(model)[:1], derived=3)
+
+    def test_a_group_that_is_added_between_backward_and_step(self):
+        """Its gradients are there, and those of the others have left."""
+        def change(optimizer, model, step):
+            if step == 2:
+                optimizer.add_param_group({"params": parts_of(model)[1] if "job_uid" in optimizer.defaults else
+                                           [p for _, p in parts_of(model)[1]]})
+
+        self.like_torch(change, lambda model: parts_of(model)[0], after_backward=True)
+
+    def test_parameters_that_thaw(self):
+        def frozen(model):
+            for name, parameter in parts_of(model)[1]:
+                parameter.requires_grad_(False)
+            return [(name, p) for name, p in model.named_parameters() if name != "frozen"]
+
+        def change(optimizer, model, step):
+            if step == 2:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(name != "frozen")
+
+        self.like_torch(change, frozen)
+        self.like_torch(change, frozen, modes=_MODES[:2], clip=0.1)
+
+    def test_adapters_that_take_turns(self):
+        """As PEFT's set_adapter: what is frozen keeps its moments, and goes on with them."""
+        def change(optimizer, model, step):
+            if step in (2, 4, 6):
+                ours, others = parts_of(model)
+                for _, parameter in ours:
+                    parameter.requires_grad_(step == 4)
+                for _, parameter in others:
+                    parameter.requires_grad_(step != 4)
+
+        def begin(model):
+            for _, parameter in parts_of(model)[1]:
+                parameter.requires_grad_(False)
+            return [(name, p) for name, p in model.named_parameters() if name != "frozen"]
+
+        self.like_torch(change, begin)
+
+    def test_freezing_alone_derives_nothing(self):
+        def change(optimizer, model, step):
+            if step in (2, 4):
+                model.inner.weight.requires_grad_(step == 4)
+
+        self.like_torch(change, derived=0)
+
+    def test_a_group_that_is_left_out(self):
+        def change(optimizer, model, step):
+            if step == 3:
+                optimizer.param_groups.pop()
+
+        self.like_torch(change, lambda model: [{"params": part} for part in parts_of(model)])
+
+    def test_an_embedding_that_grows(self):
+        def change(optimizer, model, step):
+            if step != 3:
+                return
+            old = model.embedding.weight
+            torch.manual_seed(7)
+            grown = torch.nn.Parameter(torch.cat([old.detach(), torch.randn(3, 20)]))
+            model.embedding.weight = model.head.weight = grown
+            for group in optimizer.param_groups:
+                group["params"] = [grown if p is old else p for p in group["params"]]
+
+        self.like_torch(change)
+
+    # ------------------------------------------------------------ around it
+
+    def test_without_names_and_with_a_service_of_its_own(self):
+        torch.manual_seed(0)
+        model = Model()
+        reference = copy.deepcopy(model)
+        ours = ballast.torch.AdamW([p for _, p in parts_of(model)[0]], lr=0.01)
+        theirs = torch.optim.AdamW([p for _, p in parts_of(reference)[0]], lr=0.01)
+        for step in range(5):
+            for each, optimizer in ((model, ours), (reference, theirs)):
+                if step == 2:
+                    optimizer.add_param_group({"params": [p for _, p in parts_of(each)[1]]})
+                optimizer.zero_grad()
+                loss_of(each, batch(step)).backward()
+                optimizer.step()
+        self.assertLess(furthest(model, reference), TOLERANCE)
+        self.assertEqual(len(ballast.Client(ours._binding._kept.service.address).jobs()), 1)
+        state = ours.state_dict()  # With its moments: a new job begins with it.
+        torch.testing.assert_close(state["state"][3]["exp_avg"], theirs.state_dict()["state"][3]["exp_avg"])
+        self.assertEqual(float(state["state"][3]["step"]), 3.0)
+        ours.close()
+
+    def test_a_state_of_a_derived_job_is_gone_on_from(self):
+        model = Model()
+        ours = self.ours(model, parts_of(model)[0], "gone-on")
+        for step in range(5):
+            if step == 2:
+                ours.add_param_group({"params": parts_of(model)[1]})
+            if step == 4:
+                state, weights = copy.deepcopy(ours.state_dict()), copy.deepcopy(model.state_dict())
+            ours.zero_grad()
+            loss_of(model, batch(step)).backward()
+            ours.step()
+        ours.close(job=True)
+        again = Model()
+        again.load_state_dict(weights)
+        other = self.ours(again, parts_of(again)[0], "gone-on")
+        other.add_param_group({"params": parts_of(again)[1]})
+        other.load_state_dict(state)
+        loss_of(again, batch(4)).backward()
+        other.step()
+        self.assertEqual(furthest(again, model), 0.0)
+        other.close(job=True)
+
+    def test_a_checkpoint_is_gone_on_from_with_other_parameters(self):
+        model = Model()
+        ours = self.ours(model, parts_of(model)[0], "other-parameters")
+        for step in range(2):
+            ours.zero_grad()
+            loss_of(model, batch(step)).backward()
+            ours.step()
+        moments = ours.state[parts_of(model)[0][0][1]]["exp_avg"].clone()
+        ours.close(save=True)
+        again = Model()
+        torch.nn.init.constant_(again.inner.weight, 0.25)
+        other = self.ours(again, names(again), "other-parameters")
+        with self.assertRaises(ballast.FailedPreconditionError):
+            other.attach(resume=True)
+        with self.assertRaises(ValueError):
+            other.attach(create=True, derive=True)
+        other = self.ours(again, names(again), "other-parameters")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.client.close_job("other-parameters")  # Which the first try has made.
+            self.assertEqual(other.attach(resume=True, derive=True), 2)
+        for (name, one), (_, before) in zip(parts_of(again)[0], parts_of(model)[0]):
+            self.assertTrue(torch.equal(one, before), name)
+        torch.testing.assert_close(other.state[parts_of(again)[0][0][1]]["exp_avg"], moments, rtol=0, atol=0)
+        self.assertEqual(float(other.state[again.norm.weight]["step"]), 0.0)
+        loss_of(again, batch(2)).backward()
+        other.step()
+        # And from a job that is there.
+        other.close()
+        larger = torch.nn.ModuleList([again, torch.nn.Linear(2, 2)])
+        third = self.ours(larger, [*names(again), *larger[1].named_parameters(prefix="more")], "other-parameters")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.assertEqual(third.attach(resume=True, derive=True), 3)
+        third.step()
+        third.close(job=True)
+
+    def test_one_that_does_not_fit_leaves_the_old_job(self):
+        with ballast.Service(memory_limit="16MiB") as service:
+            small, large = torch.nn.Linear(8, 8), torch.nn.Linear(1024, 1024)
+            ours = ballast.torch.AdamW(small.named_parameters(prefix="small"), lr=0.01, service=service.address, job="fits")
+
+            def step():
+                ours.zero_grad()
+                small(torch.ones(1, 8)).sum().backward()
+                ours.step()
+
+            step()
+            ours.add_param_group({"params": large.named_parameters(prefix="large")})
+            with self.assertRaises(ballast.ResourceExhaustedError):
+                step()
+            (job,) = ballast.Client(service.address).jobs()
+            self.assertEqual((job["phase"], job["committed_step"]), ("ready", 1))
+            ours.param_groups.pop()
+            ours.attach()
+            step()
+            self.assertEqual(ours.param_groups[0]["job_step"], 2)
+            ours.close()
+
+    def test_what_is_put_in_the_place_of_parameters_is_named(self):
+        model = Model()
+        ours = self.ours(model, names(model), "replaced")
+        loss_of(model, batch(0)).backward()
+        ours.step()
+        other = copy.deepcopy(model)
+        ours.param_groups[0]["params"] = [p for _, p in names(other)]
+        loss_of(other, batch(1)).backward()
+        with self.assertRaises(ballast.FailedPreconditionError):
+            ours.step()
+        self.assertEqual(ours.attach(), 1)
+        ours.close(job=True)
+
+    def test_gradients_that_were_freed_are_not_lost_without_a_word(self):
+        model = Model()
+        ours = self.ours(model, parts_of(model)[0], "freed", overlap=True, accumulation_steps=1)
+        for step in range(3):
+            ours.zero_grad()
+            loss_of(model, batch(step)).backward()
+            if step == 2:
+                ours.add_param_group({"params": parts_of(model)[1]})
+                with self.assertRaisesRegex(RuntimeError, "zero_grad"):
+                    ours.step()
+                ours.zero_grad()
+                loss_of(model, batch(step)).backward()
+            ours.step()
+        self.assertEqual(ours.param_groups[0]["job_step"], 3)
+        ours.close(job=True)
+
+    # ------------------------------------------------------------ several ranks
+
+    def test_several_ranks(self):
+        kinds = [(False, {}), (False, {"overlap": True}), (True, {}),
+                 (True, {"overlap": True, "overlap_weights": True})]
+        ends = run_ranks("derived_ranks", 2, [
+            ("like_torch", {"service": self.service.address, "job": f"ranks-{number}", "sharded": sharded, **options})
+            for number, (sharded, options) in enumerate(kinds)])
+        for kind, of_ranks in zip(kinds, ends):
+            self.assertLess(max(of_ranks), TOLERANCE, kind)
+
+    def test_ranks_that_do_not_change_alike_are_told(self):
+        (told,) = run_ranks("derived_ranks", 2, [("one_does_not", {"service": self.service.address, "job": "not-alike"})])
+        self.assertTrue(all(told), told)
+
+
+if __name__ == "__main__":
+    unittest.main()
