@@ -94,6 +94,25 @@ struct EndedByCaller {
   int32_t status;
 };
 
+// Has the caller's function write a part of a plane (ballast_plane) to its place.
+using AskCaller = absl::FunctionRef<void(const ChunkPart& part, int32_t plane, float* out)>;
+
+// CANCELLED where that function returns another status than 0; `what` it writes.
+absl::Status SendWhatItWrites(ballast_values values, void* context, absl::string_view what,
+                              absl::FunctionRef<absl::Status(AskCaller ask)> send) {
+  if (values == nullptr) return absl::InvalidArgumentError("values is null");
+  try {
+    return send([&](const ChunkPart& part, int32_t plane, float* out) {
+      const int32_t ended =
+          values(context, part.parameter, plane, part.part_offset, part.elements, out);
+      if (ended != 0) throw EndedByCaller{ended};
+    });
+  } catch (const EndedByCaller& by) {
+    return absl::CancelledError(
+        absl::StrCat("the function that writes ", what, " returned ", by.status));
+  }
+}
+
 // Writes a plane of a chunk's part, of ballast_plane's order, to its place.
 using PartWriter = absl::FunctionRef<void(const ChunkPart& part, size_t plane, float* out)>;
 
@@ -328,25 +347,18 @@ int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t
                           size_t count, ballast_values values, void* context) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    if (values == nullptr) return absl::InvalidArgumentError("values is null");
     ballast::FirstState first = {.step = step};
     if (step > 0) {
       BALLAST_RETURN_IF_ERROR(CheckGiven(update_counts, "update_counts"));
       BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
       first.update_counts.assign(update_counts, update_counts + count);
     }
-    const auto write = [&](const ballast::ChunkPart& part, size_t plane, float* out) {
+    return SendWhatItWrites(values, context, "first weights", [&](AskCaller ask) {
       // ballast_plane counts from 1.
-      const int32_t ended = values(context, part.parameter, static_cast<int32_t>(plane) + 1,
-                                   part.part_offset, part.elements, out);
-      if (ended != 0) throw EndedByCaller{ended};
-    };
-    try {
-      return UploadParts(*session, first, write);
-    } catch (const EndedByCaller& by) {
-      return absl::CancelledError(
-          absl::StrCat("the function that writes first weights returned ", by.status));
-    }
+      return UploadParts(*session, first, [&](const ChunkPart& part, size_t plane, float* out) {
+        ask(part, static_cast<int32_t>(plane) + 1, out);
+      });
+    });
   });
 }
 
@@ -356,7 +368,6 @@ int32_t ballast_write_state(ballast_session* session, const ballast_state_write*
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckStructure(write, "ballast_state_write"));
     const auto given = CRead(write);
-    if (values == nullptr) return absl::InvalidArgumentError("values is null");
     BALLAST_RETURN_IF_ERROR(CheckGiven(given.parameters, "parameters"));
     if (given.plane_count > 0) BALLAST_RETURN_IF_ERROR(CheckGiven(given.planes, "planes"));
     absl::Duration timeout = absl::Minutes(10);
@@ -377,28 +388,20 @@ int32_t ballast_write_state(ballast_session* session, const ballast_state_write*
       state.update_counts.assign(given.update_counts, given.update_counts + given.count);
     }
     const Layout& layout = session->session->layout();
-    const auto fill = [&](int chunk, absl::Span<float> out) {
-      const size_t elements = layout.chunks()[chunk].elements;
-      for (size_t plane = 0; plane < state.planes.size(); ++plane) {
-        layout.VisitParts(chunk, [&](const ChunkPart& part) {
-          if (!std::binary_search(state.parameters.begin(), state.parameters.end(),
-                                  part.parameter)) {
+    return SendWhatItWrites(values, context, "state", [&](AskCaller ask) {
+      const auto fill = [&](int chunk, absl::Span<float> out) {
+        const size_t elements = layout.chunks()[chunk].elements;
+        for (size_t plane = 0; plane < state.planes.size(); ++plane) {
+          layout.VisitParts(chunk, [&](const ChunkPart& part) {
+            if (std::ranges::binary_search(state.parameters, part.parameter)) {
+              ask(part, given.planes[plane], out.data() + plane * elements + part.chunk_offset);
+            }
             return true;
-          }
-          const int32_t ended =
-              values(context, part.parameter, given.planes[plane], part.part_offset, part.elements,
-                     out.data() + plane * elements + part.chunk_offset);
-          if (ended != 0) throw EndedByCaller{ended};
-          return true;
-        });
-      }
-    };
-    try {
+          });
+        }
+      };
       return session->session->WriteState(state, timeout, fill);
-    } catch (const EndedByCaller& by) {
-      return absl::CancelledError(
-          absl::StrCat("the function that writes state returned ", by.status));
-    }
+    });
   });
 }
 

@@ -11,6 +11,7 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -435,6 +436,23 @@ TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
 }
 
+// All elements of a plane are `value`, if that is given, at this step and after so many updates.
+void ExpectState(CRank& rank, uint64_t at_step, size_t parameter, int32_t plane,
+                 std::optional<float> value, int64_t updates) {
+  std::vector<float> read(Elements(static_cast<int>(parameter)));
+  uint64_t step = 0;
+  int64_t count = -1;
+  ASSERT_EQ(ballast_read_state(rank.session(), parameter, plane, read.data(),
+                               static_cast<int64_t>(read.size()), &step, &count),
+            BALLAST_OK)
+      << ballast_message();
+  if (value.has_value()) {
+    EXPECT_EQ(read, std::vector<float>(read.size(), *value)) << parameter << " plane " << plane;
+  }
+  EXPECT_EQ(step, at_step);
+  EXPECT_EQ(count, updates);
+}
+
 TEST_F(CApi, AJobGoesOnFromTheStateOfAnotherOptimizer) {
   CRank rank("goes-on", service());
   const_cast<ballast_group*>(rank.job().groups)[1].hyper_parameters.amsgrad = 1;
@@ -469,25 +487,13 @@ TEST_F(CApi, AJobGoesOnFromTheStateOfAnotherOptimizer) {
   ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
   EXPECT_EQ(rank.Info().committed_step, 9u);
   EXPECT_EQ(rank.weights()[3], std::vector<float>(300, 0.5f));
-  const auto expect = [&](size_t parameter, int32_t plane, float value, int64_t updates) {
-    std::vector<float> read(Elements(static_cast<int>(parameter)));
-    uint64_t step = 0;
-    int64_t count = -1;
-    ASSERT_EQ(ballast_read_state(rank.session(), parameter, plane, read.data(),
-                                 static_cast<int64_t>(read.size()), &step, &count),
-              BALLAST_OK)
-        << ballast_message();
-    EXPECT_EQ(read, std::vector<float>(read.size(), value)) << parameter << " plane " << plane;
-    EXPECT_EQ(step, 9u);
-    EXPECT_EQ(count, updates);
-  };
-  expect(0, BALLAST_MASTER, 0.5f, 9);
-  expect(0, BALLAST_EXP_AVG, 0.25f, 9);
-  expect(0, BALLAST_EXP_AVG_SQ, 0.125f, 9);
-  expect(1, BALLAST_EXP_AVG, 0, 0);
-  expect(1, BALLAST_EXP_AVG_SQ, 0, 0);
-  expect(3, BALLAST_EXP_AVG_SQ, 0.125f, 8);
-  expect(3, BALLAST_MAX_EXP_AVG_SQ, 2.0f, 8);
+  ExpectState(rank, 9, 0, BALLAST_MASTER, 0.5f, 9);
+  ExpectState(rank, 9, 0, BALLAST_EXP_AVG, 0.25f, 9);
+  ExpectState(rank, 9, 0, BALLAST_EXP_AVG_SQ, 0.125f, 9);
+  ExpectState(rank, 9, 1, BALLAST_EXP_AVG, 0, 0);
+  ExpectState(rank, 9, 1, BALLAST_EXP_AVG_SQ, 0, 0);
+  ExpectState(rank, 9, 3, BALLAST_EXP_AVG_SQ, 0.125f, 8);
+  ExpectState(rank, 9, 3, BALLAST_MAX_EXP_AVG_SQ, 2.0f, 8);
   EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_FAILED_PRECONDITION);
   rank.Step(10);
 }
@@ -582,22 +588,10 @@ TEST_F(CApi, WritesStateBetweenSteps) {
   written = {};
   ASSERT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_OK)
       << ballast_message();
-  const auto expect = [&](size_t parameter, int32_t plane, float value, int64_t updates) {
-    std::vector<float> read(Elements(static_cast<int>(parameter)));
-    uint64_t step = 0;
-    int64_t count = -1;
-    ASSERT_EQ(ballast_read_state(rank.session(), parameter, plane, read.data(),
-                                 static_cast<int64_t>(read.size()), &step, &count),
-              BALLAST_OK)
-        << ballast_message();
-    if (plane != BALLAST_MASTER) EXPECT_EQ(read, std::vector<float>(read.size(), value));
-    EXPECT_EQ(step, 1u);
-    EXPECT_EQ(count, updates);
-  };
-  expect(0, BALLAST_EXP_AVG, 0.5f, 1);
-  expect(0, BALLAST_EXP_AVG_SQ, 0.75f, 1);
-  expect(3, BALLAST_EXP_AVG_SQ, 0.75f, 0);
-  expect(1, BALLAST_MASTER, 0, 1);
+  ExpectState(rank, 1, 0, BALLAST_EXP_AVG, 0.5f, 1);
+  ExpectState(rank, 1, 0, BALLAST_EXP_AVG_SQ, 0.75f, 1);
+  ExpectState(rank, 1, 3, BALLAST_EXP_AVG_SQ, 0.75f, 0);
+  ExpectState(rank, 1, 1, BALLAST_MASTER, std::nullopt, 1);
   const size_t frozen[] = {kFrozen};
   write.parameters = frozen;
   write.count = 1;
@@ -616,6 +610,36 @@ TEST_F(CApi, WritesStateBetweenSteps) {
   ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
   EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written),
             BALLAST_FAILED_PRECONDITION);
+}
+
+// A job with a parameter less and one that is new goes on from the old one's state.
+TEST_F(CApi, DerivesAJobFromAnother) {
+  CRank before("derived", service());
+  before.OpenWithWeights();
+  before.Step(1);
+  const std::string uid = before.Info().job_uid;
+  CRank after("derived", service());
+  const_cast<ballast_parameter*>(after.job().parameters)[1].name = "new";
+  after.options().derive_from_uid = uid.c_str();
+  ASSERT_EQ(after.Open(), BALLAST_OK) << ballast_message();
+  EXPECT_NE(after.Info().job_uid, uid);
+  EXPECT_EQ(after.Info().committed_step, 1u);
+  ASSERT_EQ(after.Info().awaiting_weights, 1);
+  ASSERT_EQ(after.Upload(), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_read_weights(after.session()), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(after.weights()[0], before.weights()[0]);
+  EXPECT_EQ(after.weights()[3], before.weights()[3]);
+  for (int64_t e = 0; e < Elements(1); ++e) ASSERT_EQ(after.weights()[1][e], FirstWeight(1, e));
+  ExpectState(after, 1, 1, BALLAST_EXP_AVG, 0.0f, 0);
+  ExpectState(after, 1, 0, BALLAST_MASTER, std::nullopt, 1);
+  after.Step(2);
+  EXPECT_NE(before.Begin(), BALLAST_OK);
+  // The old one is gone.
+  CRank late("derived", service());
+  const_cast<ballast_parameter*>(late.job().parameters)[1].name = "newer";
+  late.options().derive_from_uid = uid.c_str();
+  EXPECT_EQ(late.Open(), BALLAST_NOT_FOUND);
+  EXPECT_EQ(late.session(), nullptr);
 }
 
 TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {

@@ -156,6 +156,7 @@ class FakeTransport final : public Transport {
 
   // ---- what the test sees
   int creates = 0;
+  v1::CreateJobRequest last_create;
   std::atomic<int> attaches = 0;
   v1::AttachWorkerRequest last_attach;
   std::vector<v1::ReadWeightsRequest> reads;
@@ -248,6 +249,7 @@ class FakeTransport final : public Transport {
   absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
                                     absl::Duration limit) override {
     ++creates;
+    last_create = request;
     if (absl::Status status = Take(create_results); !status.ok()) return status;
     return request.job();
   }

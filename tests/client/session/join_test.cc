@@ -94,6 +94,26 @@ TEST_F(JoinTest, ACertainJobIsNeitherCreatedNorAwaited) {
   EXPECT_TRUE(clock_.sleeps.empty());
 }
 
+// Rank 0 derives it, and the others wait for that, by the uid of the job before.
+TEST_F(JoinTest, AJobIsDerivedByRankZeroAndAwaitedByTheOthers) {
+  options_.derive_from_uid = "before";
+  options_.derive_from_checkpoint = "gpt/step-7";
+  EXPECT_TRUE(JoinAs(0).ok());
+  EXPECT_EQ(fake_.last_create.derive_from().uid(), "before");
+  EXPECT_EQ(fake_.last_create.derive_from().checkpoint(), "gpt/step-7");
+  EXPECT_EQ(fake_.last_attach.derived_from(), "before");
+  fake_.attach_results.assign(3, absl::NotFoundError("none is derived"));
+  EXPECT_TRUE(JoinAs(1).ok());
+  EXPECT_EQ(fake_.creates, 1);
+  EXPECT_EQ(fake_.last_attach.derived_from(), "before");
+  EXPECT_EQ(clock_.sleeps.size(), 3u);
+  // When it is opened again it is the job that was joined.
+  options_.job_uid = "u";
+  EXPECT_TRUE(JoinAs(0).ok());
+  EXPECT_EQ(fake_.creates, 1);
+  EXPECT_EQ(fake_.last_attach.derived_from(), "");
+}
+
 TEST_F(JoinTest, OtherRanksWaitForTheJobWithBoundedBackoff) {
   fake_.attach_results.assign(8, absl::NotFoundError("no such job"));
   EXPECT_TRUE(JoinAs(1).ok());

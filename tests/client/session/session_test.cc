@@ -251,6 +251,46 @@ TEST_P(SessionTest, StateThatAllRanksWriteIsWhatTheyGoOnFrom) {
   });
 }
 
+// "new" is no part of the first chunks, which no rank sends.
+TEST_P(SessionTest, ADerivedJobGoesOnWithOtherParameters) {
+  const JobSpec before = SmallJob("derived", 2);
+  JobSpec after = before;
+  after.layout.parameters.push_back({.name = "new", .shape = {500}, .group = 0});
+  after.layout.partitions =
+      PartitionsOf(MakeBuckets(FlatElements(after.layout.parameters, 2), 2, 2 * kBlockElements), 2);
+  std::atomic<int> sent = 0;
+  ForEachRank(2, [&](int rank) {
+    auto self = Join(before, rank).value();
+    ASSERT_TRUE(self->Step(1, {}).ok());
+    SessionOptions options = {
+        .job = after, .rank = rank, .derive_from_uid = self->session().job_uid()};
+    const auto session = Session::Open(service_.NewChannel(), options).value();
+    EXPECT_TRUE(session->awaiting_weights());
+    EXPECT_EQ(session->committed_step(), 1u);
+    const Layout& layout = session->layout();
+    ASSERT_TRUE(session
+                    ->UploadWeights([&](int chunk, absl::Span<float> out) {
+                      ++sent;
+                      bool is_new = false;
+                      for (const ChunkPiece& piece : layout.Pieces(chunk)) {
+                        is_new |= piece.parameter == 3;
+                        // What the job has counts for nothing here.
+                        std::fill_n(out.begin() + piece.chunk_offset, piece.elements, 0.5f);
+                      }
+                      EXPECT_TRUE(is_new);
+                    })
+                    .ok());
+    const absl::Status read = session->ReadWeights();
+    ASSERT_TRUE(read.ok()) << read;
+    EXPECT_EQ(session->committed_step(), 1u);
+    EXPECT_EQ(session->ReadCounts().value().applied_steps, 1u);
+    ASSERT_TRUE(session->BeginStep({}).ok());
+    EXPECT_FALSE(self->session().BeginStep({}).ok());
+  });
+  EXPECT_GE(sent, 2);
+  EXPECT_LE(sent, 3);
+}
+
 TEST_P(SessionTest, AJobDescribedOtherwiseIsRefused) {
   auto self = Join(SmallJob("same", 1), 0);
   ASSERT_TRUE(self.ok()) << self.status();
