@@ -153,6 +153,13 @@ class DerivedTest(unittest.TestCase):
 
         self.like_torch(change, derived=0)
 
+    def test_a_gradient_of_what_was_frozen_since_counts(self):
+        def change(optimizer, model, step):
+            if step in (2, 4):
+                model.inner.weight.requires_grad_(step == 4)
+
+        self.like_torch(change, derived=0, after_backward=True)
+
     def test_a_group_that_is_left_out(self):
         def change(optimizer, model, step):
             if step == 3:

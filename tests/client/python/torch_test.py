@@ -201,8 +201,10 @@ class TorchTest(unittest.TestCase):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
         self.assertEqual(mine.state_dict()["param_groups"][0]["job_step"], 3)
         models[0].exact.requires_grad_(True).grad = torch.ones(3, dtype=torch.float64)
-        with self.assertRaisesRegex(RuntimeError, "exact was frozen when the job was made"):
+        with self.assertRaisesRegex(ValueError, "exact is torch.float64"):
             mine.step()
+        models[0].exact.requires_grad_(False)
+        self.train(models[0], mine, 1, 3)
 
     def test_accumulation_and_gradients_that_are_missing_now_and_then(self):
         ours, theirs = Model(), Model()
@@ -617,9 +619,6 @@ class TorchTest(unittest.TestCase):
             model.scalar.mul_(2)
         with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
             self.train(model, optimizer, 1)
-        model, optimizer = trained("added")
-        with self.assertRaisesRegex(RuntimeError, "cannot be added after the first step"):
-            optimizer.add_param_group(dict(params=[("new", torch.nn.Parameter(torch.zeros(3)))]))
         model, optimizer = trained("moved")
         model.scalar.data = model.scalar.data * 3  # Autograd is not told of this one.
         with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
@@ -681,13 +680,6 @@ class TorchTest(unittest.TestCase):
                                        overlap=overlap)
             other = self.optimizer(reference, params=list(reference.named_parameters()), job=f"could{overlap}")
 
-            def thawed():
-                model.frozen.requires_grad_(True).grad = torch.ones(7)
-
-            def frozen():
-                model.scalar.grad = torch.ones(())
-                model.scalar.requires_grad_(False)
-
             def sparse():
                 model.seldom.grad = torch.sparse_coo_tensor([[0]], [1.0], (5,), check_invariants=True)
 
@@ -697,8 +689,7 @@ class TorchTest(unittest.TestCase):
                 model.seldom.data = weights
 
             for step, (spoil, message) in enumerate((
-                    (None, ""), (thawed, "frozen was frozen when the job was made.*another optimizer"),
-                    (frozen, "scalar was trainable"), (sparse, "seldom is sparse"),
+                    (None, ""), (sparse, "seldom is sparse"),
                     (other_dtype, "seldom is torch.bfloat16, the parameter torch.float32"))):
                 weights = model.seldom.data
                 if spoil is not None:
@@ -708,12 +699,11 @@ class TorchTest(unittest.TestCase):
                             with self.assertRaisesRegex(RuntimeError, message):
                                 optimizer.step()
                         optimizer.zero_grad()
-                        model.frozen.requires_grad_(False).grad = model.seldom.grad = None
-                        model.scalar.requires_grad_(True)
+                        model.seldom.grad = None
                 for each, theirs in ((model, optimizer), (reference, other)):
                     self.train(each, theirs, 1, begin=step)
             self.assertEqual(furthest(model, reference), 0)
-            self.assertEqual(optimizer.state[model.scalar]["step"], 5)
+            self.assertEqual(optimizer.state[model.scalar]["step"], 3)
 
     def test_no_service_is_one_line_and_no_hang(self):
         model = Model()

@@ -259,6 +259,9 @@ class FakeTransport final : public Transport {
     v1::Job job = jobs.front();
     if (jobs.size() > 1) jobs.erase(jobs.begin());
     if (job.uid().empty()) job.set_uid(attachment.uid());
+    if (!request.uid().empty() && request.uid() != job.uid()) {
+      return absl::NotFoundError(absl::StrCat("has uid ", job.uid(), ", not ", request.uid()));
+    }
     return job;
   }
   absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,

@@ -292,6 +292,8 @@ class Remote(torch.optim.Optimizer):
                origin: Origin | None = None) -> Binding:
         bound = self._binding
         if self._is_changed() and checkpoint is None:
+            for group in self.param_groups:
+                check_group(group)
             if not bound.failed:
                 bound.leave()
             self._before = bound
