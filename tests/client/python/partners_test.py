@@ -320,6 +320,38 @@ class Lightning(Partner):
             self.fit(module)
         self.assert_same_losses(modules[0].losses, modules[1].losses, 3 * self.STEPS)
 
+    def test_a_backbone_that_thaws(self):
+        import lightning
+        from lightning.pytorch.callbacks import BackboneFinetuning
+
+        class Module(lightning.LightningModule):
+            def __init__(self, make):
+                super().__init__()
+                torch.manual_seed(3)
+                self.backbone = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU())
+                self.head = torch.nn.Linear(16, 4)
+                self.make, self.losses = make, []
+
+            def training_step(self, batch, number):
+                loss = torch.nn.functional.mse_loss(self.head(self.backbone(batch)), batch[:, :4])
+                self.losses.append(loss.item())
+                return loss
+
+            def configure_optimizers(self):
+                self.optimizer = self.make([p for p in self.parameters() if p.requires_grad])
+                return self.optimizer
+
+        modules = [Module(make) for make in (self.ours, self.theirs)]
+        for module in modules:
+            trainer = lightning.Trainer(
+                accelerator="cpu", devices=1, max_epochs=8, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+                callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=3, backbone_initial_lr=1e-3)])
+            torch.manual_seed(4)
+            trainer.fit(module, torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=4))
+        self.assert_same_losses(modules[0].losses, modules[1].losses, 24)
+        self.assertEqual(len(modules[0].optimizer.param_groups), 2)
+
     def test_manual_optimization(self):
         def ours(parameters):
             return ballast.torch.AdamW(parameters, lr=3e-3, overlap=True, **self.job())
