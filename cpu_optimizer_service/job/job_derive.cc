@@ -23,11 +23,14 @@ absl::Status JobImpl::CheckMayDerive() const {
             "job ", spec().name, " has no weights yet, and no job can be derived from it")),
         reason::kNoWeightsYet);
   }
-  const auto* open = std::get_if<OpenStep>(&step_);
-  const auto has_begun = [](const RankInStep& rank) { return rank.begun; };
-  // What all ranks have taken back of a step is nothing.
-  const bool is_between = std::holds_alternative<std::monostate>(step_) ||
-                          (open != nullptr && std::ranges::none_of(open->ranks(), has_begun));
+  // Of a step that all ranks have taken back, or left, nothing is wanted.
+  bool is_between = std::holds_alternative<std::monostate>(step_);
+  if (const auto* open = std::get_if<OpenStep>(&step_); open != nullptr) {
+    is_between = true;
+    for (int rank = 0; rank < ranks_.size(); ++rank) {
+      if (open->ranks()[rank].begun && ranks_[rank].listener != nullptr) is_between = false;
+    }
+  }
   if (is_between && writing_ == nullptr) return absl::OkStatus();
   return WithReason(absl::FailedPreconditionError(absl::StrCat(
                         "a rank of job ", spec().name, " has begun step ",

@@ -202,6 +202,39 @@ class DerivedTest(unittest.TestCase):
         self.assertEqual(float(state["state"][3]["step"]), 3.0)
         ours.close()
 
+    def test_a_number_of_one_that_left_is_given_to_no_other(self):
+        old, new = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        stays = torch.nn.Linear(3, 3)
+        ours = self.ours(stays, [{"params": list(old.parameters())}, {"params": list(stays.parameters())}], "numbers")
+        for model in (old, stays):
+            model(torch.ones(1, 3)).sum().backward()
+        ours.step()
+        ours.param_groups.pop(0)
+        ours.add_param_group({"params": list(new.parameters())})
+        before = new.weight.detach().clone()
+        ours.step()
+        self.assertTrue(torch.equal(new.weight, before))  # Not the old one's.
+        self.assertEqual(float(ours.state[new.weight]["step"]), 0.0)
+        ours.close(job=True)
+
+    def test_attach_after_a_change_takes_the_weights_of_the_service(self):
+        model = Model()
+        ours = self.ours(model, parts_of(model)[0], "attached", overlap=True)
+        for step in range(2):
+            ours.zero_grad()
+            loss_of(model, batch(step)).backward()
+            if step == 0:
+                ours.step()
+        before = model.scalar.detach().clone()
+        with torch.no_grad():
+            model.scalar.fill_(9.0)
+        ours.add_param_group({"params": parts_of(model)[1]})
+        self.assertEqual(ours.attach(), 1)
+        self.assertTrue(torch.equal(model.scalar, before))
+        ours.step()
+        self.assertEqual(ours.param_groups[0]["job_step"], 2)
+        ours.close(job=True)
+
     def test_a_state_of_a_derived_job_is_gone_on_from(self):
         model = Model()
         ours = self.ours(model, parts_of(model)[0], "gone-on")

@@ -247,9 +247,15 @@ TEST_F(JobDeriveTest, RefusesWhatCannotBe) {
             absl::StatusCode::kResourceExhausted);
   before.Begin(0);
   ExpectRefused(engine_.CreateJob(After(), From(before.job())).status(), reason::kOtherSettings);
-  // What is taken back is nothing.
+  // What is taken back is nothing, and what is left is nobody's.
   ASSERT_TRUE(before.Discard(0));
   EXPECT_TRUE(engine_.CreateJob(After(), From(before.job())).ok());
+  before.Begin(1);
+  ExpectRefused(engine_.CreateJob(other_planes, From(before.job())).status(),
+                reason::kOtherSettings);
+  before.DetachAll();
+  EXPECT_TRUE(engine_.CreateJob(After(), From(before.job())).status().code() ==
+              absl::StatusCode::kAlreadyExists);
   // None of these has changed anything, or left anything.
   EXPECT_EQ(Find().value().get(), &before.job());
   const int64_t used = engine_.memory().used_bytes();

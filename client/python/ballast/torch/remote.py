@@ -44,6 +44,7 @@ class Remote(torch.optim.Optimizer):
     _settings: dict[str, Any] | None = None  # While it is made.
     _settings_of_others: list[HyperParameters] | None = None  # While a rank that has joined is bound.
     _full_state = False
+    _numbered = 0  # Parameters that there have been: no number is given twice.
     _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
     _before: Binding | None = None  # It is closed: the job that comes next is derived from its own.
 
@@ -294,7 +295,7 @@ class Remote(torch.optim.Optimizer):
         if self._is_changed() and checkpoint is None:
             for group in self.param_groups:
                 check_group(group)
-            if not bound.failed:
+            if not (attach or bound.failed):
                 bound.leave()
             self._before = bound
             bound.close()
@@ -450,7 +451,7 @@ class Remote(torch.optim.Optimizer):
             ours = {id(parameter): index for index, parameter in enumerate(self._binding.parameters)}
             given = [parameters] if torch.is_tensor(parameters) else list(parameters)
             chosen = sorted({ours[id(parameter)] for parameter in given if id(parameter) in ours})
-            if not chosen and given:
+            if not chosen and given and not {id(parameter) for parameter in given} & {id(p) for p in self._parameters()}:
                 raise ValueError("none of the parameters that were given to send_weights() is this optimizer's")
         self._binding.send_weights(chosen)
 
@@ -487,7 +488,7 @@ class Remote(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is bound at its own first step."""
         return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state,
-                                         "_moments": self._moments}
+                                         "_moments": self._moments, "_numbered": self._numbered}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -503,9 +504,9 @@ class Remote(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also after the first step(): then the next one derives another job."""
         if self._settings is not None:
-            begin = sum(len(group["params"]) for group in self.param_groups)
-            (param_group,) = named([param_group], self.module, begin)
+            (param_group,) = named([param_group], self.module, self._numbered)
         super().add_param_group(param_group)
+        self._numbered += len(self.param_groups[-1]["params"])
         if self._settings is not None:
             check_group(self.param_groups[-1])
         self._fill_state()
