@@ -52,7 +52,6 @@
 #include "cpu_optimizer_service/job/job_record.h"
 #include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/job/rank_table.h"
-#include "cpu_optimizer_service/job/save_schedule.h"
 #include "cpu_optimizer_service/job/step/chunk_update.h"
 #include "cpu_optimizer_service/job/step/seal_check.h"
 #include "cpu_optimizer_service/job/step/speculation.h"
@@ -64,6 +63,7 @@
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
+#include "cpu_optimizer_service/state/save_schedule.h"
 
 namespace ballast {
 

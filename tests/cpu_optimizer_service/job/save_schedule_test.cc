@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/save_schedule.h"
+#include "cpu_optimizer_service/state/save_schedule.h"
 
 #include <gtest/gtest.h>
 

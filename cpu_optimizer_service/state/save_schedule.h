@@ -1,7 +1,7 @@
 // When the service saves a job by itself: at which step it did so last, or at which the job began,
 // and how long ago that was.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SAVE_SCHEDULE_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SAVE_SCHEDULE_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAVE_SCHEDULE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAVE_SCHEDULE_H_
 
 #include <algorithm>
 #include <chrono>
@@ -46,4 +46,4 @@ class SaveSchedule {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SAVE_SCHEDULE_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAVE_SCHEDULE_H_
