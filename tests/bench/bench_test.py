@@ -81,17 +81,21 @@ class Bench(unittest.TestCase):
         environment = HERE.parent / "client/python/torch_environment.py"
         done = self.start("/usr/bin/python3", "-B", environment, "--run", HERE / "torch_client.py", "--short",
                           "--rounds=1", "--parameters=150000", "--layers=1", "--width=64", "--vocabulary=100",
-                          "--json", path)
+                          "--tokens=16", "--json", path)
         if done.returncode == 77:
             self.skipTest(done.stdout.strip())
         self.assertEqual(done.returncode, 0, done.stderr)
         measured = json.loads(path.read_text())
+        info = measured["info"]
+        rows = {f"{dtype}_{name}" for dtype in ("fp32", "bf16") for name in (
+            "torch_fused", "torch_foreach", "ballast", "ballast_overlap", "ballast_overlap_weights", "ballast_both")}
+        rows |= {"bf16_torch_masters", *{"fp32_deepspeed", "bf16_deepspeed"} - info["not_measured"].keys()}
+        self.assertEqual(info["in_force"].keys(), rows)
         self.assertEqual({key for key, figure in measured["figures"].items() if figure["unit"] == "s"}, {
-            "session_step_seconds", "client_step_seconds", "copies_seconds", "gpt_ballast_step_seconds",
-            "gpt_torch_foreach_step_seconds", "gpt_torch_fused_step_seconds", "backward_with_hooks_seconds",
-            "backward_without_hooks_seconds", "step_and_forward_seconds",
-            "step_and_forward_with_overlap_weights_seconds"})
-        self.assertGreater(measured["info"]["client_to_session"], 0)
+            *(f"{row}_{part}_seconds" for row in rows for part in ("forward", "backward", "step", "iteration")),
+            "session_step_seconds", "client_step_seconds", "copies_seconds", "backward_with_hooks_seconds",
+            "backward_without_hooks_seconds"})
+        self.assertGreater(info["client_to_session"], 0)
 
     def test_steps_divide_their_gradients_by_different_numbers(self):
         norms = [self.worker(transport="unix", parameters=100_000, warmup=0, steps=steps)["info"]["norm"]

@@ -1,8 +1,13 @@
 #!/usr/bin/env python3
-"""What ballast.torch costs beside a session in C++, and a step of a GPT beside torch.optim.
+"""An iteration of a GPT with ballast.torch beside other optimizers, and what ballast.torch costs beside C++.
 
     BALLAST_BIN_DIR=build/release/bin tests/client/python/torch_environment.py --run tests/bench/torch_client.py
-        [--short] [--parameters N] [--layers N] [--width N] [--vocabulary N] [--rounds N] [--json FILE]
+        [--short] [--parameters N] [--layers N] [--width N] [--vocabulary N] [--tokens N] [--rounds N] [--json FILE]
+
+Iteration: forward, backward and step() of a GPT in fp32 and in bf16, with torch's fused and foreach AdamW, with bf16
+parameters and fp32 masters by hand, with DeepSpeedCPUAdam if the environment has it, and with ballast.torch in its four
+modes, which have to end with the same weights. Bytes: what the process grows by with the optimizer, without parameters
+and gradients.
 
 Overhead: step() with gradients that are there, for bf16 parameters in 150 tensors over shared memory, against
 `ballast-bench worker`, which sends and receives as many bytes. That has its gradients where they are sent from, and
@@ -10,16 +15,11 @@ leaves the weights where they arrive; what it takes to copy both, by one thread,
 
 Hooks: backward of 150 small tensors whose gradients leave in it, and of the same tensors without an optimizer.
 
-Return: step() and the forward after it, with weights that come back in step() and in that forward.
-
-GPT: step() for the fp32 parameters of a GPT (by default GPT-2's 124M), ballast.torch with a service of its own
-against torch.optim.AdamW, foreach and fused. Memory: what the process grows by with the optimizer, without
-parameters and gradients. What is compared is measured in turns.
+What is compared is measured in turns.
 """
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "client/python/examples"
 
 import ballast.torch  # noqa: E402
 from gpt import GPT  # noqa: E402
+from report import describe_machine  # noqa: E402
 from torch_adamw import positive  # noqa: E402
 from whole_file import write_whole  # noqa: E402
 
@@ -128,103 +129,189 @@ def hooks(steps, turns):
     return seconds
 
 
-def returns(parameters, steps, turns):
-    """The backward before step() is not timed."""
-    width = math.isqrt(parameters // 24)
-    batch = torch.randn(64, width)
+class Masters:
+    """What a trainer of bf16 parameters does by hand: torch's AdamW on fp32 copies."""
 
-    def trainer_of(overlap_weights):
-        model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(24)])
-        optimizer = ballast.torch.AdamW(model.named_parameters(), overlap_weights=overlap_weights)
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True)
 
-        def seconds():
-            model(batch).square().mean().backward()
-            begin = time.perf_counter()
-            optimizer.step()
-            model(batch)
-            return time.perf_counter() - begin
+    def step(self):
+        for master, parameter in zip(self.masters, self.parameters):
+            master.grad = parameter.grad.float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.masters)
 
-        seconds()
-        return seconds, optimizer
-
-    trainers = {"step_and_forward_seconds": trainer_of(False),
-                "step_and_forward_with_overlap_weights_seconds": trainer_of(True)}
-    samples = {key: [] for key in trainers}
-    for _ in range(turns):
-        for key, (seconds, _) in trainers.items():
-            samples[key] += [seconds() for _ in range(steps)]
-    for _, optimizer in trainers.values():
-        optimizer.close()
-    return samples
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
-def gpt_steps(args, steps, turns):
-    seconds, grown = {}, {}
+def deepspeed(parameters):
+    """DeepSpeed compiles it at its first use."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    return DeepSpeedCPUAdam(parameters, adamw_mode=True)
 
-    def prepared(name, make):
-        model = GPT(args.vocabulary, 1024, args.layers, args.width, max(args.width // 64, 1))
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.01)
+
+MODES = {"ballast": {}, "ballast_overlap": {"overlap": True}, "ballast_overlap_weights": {"overlap_weights": True},
+         "ballast_both": {"overlap": True, "overlap_weights": True}}
+MAKERS = {"torch_fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+          "torch_foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+          "torch_masters": lambda model: Masters(model.parameters()),
+          "deepspeed": lambda model: deepspeed(model.parameters())} | {
+    name: lambda model, mode=mode: ballast.torch.AdamW(model.named_parameters(), **mode)
+    for name, mode in MODES.items()}
+PARTS = ("forward", "backward", "step", "iteration")
+
+
+class Trainer:
+    """A GPT with one optimizer. bytes: that the optimizer takes in this process, for each parameter."""
+
+    def __init__(self, name, dtype, args):
+        torch.manual_seed(1)
+        self.mode = MODES.get(name)
+        self.model = GPT(args.vocabulary, 1024, args.layers, args.width, max(args.width // 64, 1)).to(dtype)
+        self.tokens = torch.randint(args.vocabulary, (2, args.tokens), generator=torch.Generator().manual_seed(2))
+        self.elements = sum(parameter.numel() for parameter in self.model.parameters())
+        self.model(*self.tokens.unsqueeze(1)).backward()
         before = anonymous_bytes()
-        optimizer = make(model)
-        timed(optimizer.step, 2)
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        grown[name] = (anonymous_bytes() - before) / elements
-        return optimizer, elements
+        self.optimizer = MAKERS[name](self.model)
+        self.optimizer.step()
+        self.bytes = (anonymous_bytes() - before) / self.elements
+        self.optimizer.zero_grad()
 
-    makers = {
-        "gpt_ballast": lambda model: ballast.torch.AdamW(model.named_parameters()),
-        "gpt_torch_foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
-        "gpt_torch_fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True)}
-    optimizers = {name: prepared(name, make) for name, make in makers.items()}
+    def iteration(self):
+        begin = time.perf_counter()
+        loss = self.model(*self.tokens.unsqueeze(1))
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.check("left", "overlap")
+        step = time.perf_counter()
+        self.optimizer.step()
+        end = time.perf_counter()
+        self.check("coming", "overlap_weights")
+        zero = time.perf_counter()
+        self.optimizer.zero_grad()
+        parts = {"forward": forward - begin, "backward": backward - forward, "step": end - step}
+        return parts | {"iteration": sum(parts.values()) + time.perf_counter() - zero}
+
+    def check(self, what, option):
+        """That gradients have left, or weights are still coming, if that is what was asked for, and only then."""
+        if self.mode is None:
+            return
+        binding = self.optimizer._binding
+        found = {"left": binding.stream and binding.stream.left,
+                 "coming": binding.returning and binding.returning.coming}[what]
+        if bool(found) != self.mode.get(option, False):
+            raise RuntimeError(f"{option} was not in force as asked for: {self.mode}")
+
+    def turn(self, iterations):
+        """The first of them is not counted: it begins with all weights there."""
+        measured = [self.iteration() for _ in range(iterations + 1)][1:]
+        if self.mode is not None:
+            self.optimizer.wait_for_weights()
+        return measured
+
+    def in_force(self):
+        if self.mode is None:
+            return "in the trainer"
+        if not self.optimizer._binding.session.shares_memory:
+            raise RuntimeError("the gradients did not go through shared memory")
+        return ", ".join(["own service, shared memory", *self.mode])
+
+
+def iterations(dtype, args, steps, turns, seconds, info):
+    """Adds to both. The rows of one dtype are measured in turns."""
+    of_dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    trainers = {}
+    for name in MAKERS:
+        if name == "torch_masters" and dtype == torch.float32:
+            continue
+        try:
+            trainers[f"{of_dtype}_{name}"] = Trainer(name, dtype, args)
+        except Exception as error:
+            if name != "deepspeed":
+                raise
+            why = str(error) or type(error).__name__
+            info["not_measured"][f"{of_dtype}_{name}"] = f"DeepSpeed {why.splitlines()[0]}; pip install deepspeed"
+    for trainer in trainers.values():
+        trainer.turn(2)
     for _ in range(turns):
-        for name, (optimizer, _) in optimizers.items():
-            seconds.setdefault(f"{name}_step_seconds", []).extend(timed(optimizer.step, steps))
-    optimizers["gpt_ballast"][0].close()
-    return seconds, grown, optimizers["gpt_ballast"][1]
+        for name, trainer in trainers.items():
+            for measured in trainer.turn(steps):
+                for part in PARTS:
+                    seconds.setdefault(f"{name}_{part}_seconds", []).append(measured[part])
+    for name, trainer in trainers.items():
+        info["in_force"][name] = trainer.in_force()
+        info["bytes_per_parameter"][name] = trainer.bytes
+    info["gpt_elements"] = trainers[f"{of_dtype}_torch_fused"].elements
+    ours = [trainer for trainer in trainers.values() if trainer.mode is not None]
+    for other in ours[1:]:
+        if not all(map(torch.equal, ours[0].model.parameters(), other.model.parameters())):
+            raise RuntimeError(f"with {other.mode} the weights are others than without")
+    for trainer in ours:
+        trainer.optimizer.close()
+
+
+def table(figures, info):
+    """By row: milliseconds, and how many times torch's fused AdamW."""
+    print(f"\n{info['machine']['cpu']}, {info['machine']['cores']} cores; torch {info['torch']}, "
+          f"{info['threads']} threads; a GPT of {info['gpt_elements'] / 1e6:.0f}M parameters, {info['tokens']} tokens")
+    print(f"{'ms (times fused)':30}" + "".join(f"{part:>18}" for part in PARTS))
+    for name, force in info["in_force"].items():
+        cells, fused = "", f"{name.partition('_')[0]}_torch_fused"
+        for part in PARTS:
+            ours, theirs = (figures[f"{row}_{part}_seconds"]["median"] for row in (name, fused))
+            cells += f"{ours * 1e3:10.1f} ({ours / theirs:5.2f})"
+        print(f"{name:30}{cells}  {force}; {info['bytes_per_parameter'][name]:.1f} bytes a parameter here")
+    for name, why in info["not_measured"].items():
+        print(f"{name:30} not measured: {why}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="few rounds")
     parser.add_argument("--parameters", type=positive, default=100_000_000)
-    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--width", type=positive, default=768)
-    parser.add_argument("--vocabulary", type=positive, default=50257)
+    parser.add_argument("--vocabulary", type=positive, default=16384)
+    parser.add_argument("--tokens", type=positive, default=128)
     parser.add_argument("--rounds", type=positive)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    steps, turns = (args.rounds or (4 if args.short else 10)), (2 if args.short else 4)
+    steps, turns = (args.rounds or (4 if args.short else 6)), (2 if args.short else 5)
 
-    seconds, grown, elements = gpt_steps(args, steps, turns)
+    info = {"machine": describe_machine(), "torch": torch.__version__, "threads": torch.get_num_threads(),
+            "tokens": args.tokens, "overhead_elements": args.parameters, "tensors": TENSORS, "steps": steps,
+            "turns": turns, "in_force": {}, "not_measured": {}, "bytes_per_parameter": {}}
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        iterations(dtype, args, steps, turns, seconds, info)
     seconds |= overhead(args.parameters, steps, turns) | hooks(steps, turns)
-    seconds |= returns(args.parameters // 4, steps, turns)
     figures = {key: {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "unit": "s"}
                for key, samples in seconds.items()}
     hook = (figures["backward_with_hooks_seconds"]["median"] -
             figures["backward_without_hooks_seconds"]["median"]) / TENSORS * 1e6
     figures["hook_us_per_parameter"] = {"median": hook, "min": hook, "max": hook, "unit": "us"}
-    for name, bytes_each in grown.items():
-        figures[f"{name}_bytes_per_parameter"] = {
-            "median": bytes_each, "min": bytes_each, "max": bytes_each, "unit": "bytes"}
+    in_table = {f"{name}_{part}_seconds" for name in info["in_force"] for part in PARTS}
     for key, figure in figures.items():
+        if key in in_table:
+            continue
         print(f"{key:46} {figure['median']:.4f} ({figure['min']:.4f} to {figure['max']:.4f}) {figure['unit']}")
     median = {key: figure["median"] for key, figure in figures.items()}
     session = median["session_step_seconds"]
-    ratios = {"client_to_session": median["client_step_seconds"] / session,
-              "client_to_session_and_copies": median["client_step_seconds"] / (session + median["copies_seconds"])}
-    for kind in ("foreach", "fused"):
-        theirs = median[f"gpt_torch_{kind}_step_seconds"]
-        ratios[f"torch_{kind}_to_ballast"] = theirs / median["gpt_ballast_step_seconds"]
-    for key, ratio in ratios.items():
-        print(f"{key:46} {ratio:.2f}")
+    info |= {"client_to_session": median["client_step_seconds"] / session,
+             "client_to_session_and_copies": median["client_step_seconds"] / (session + median["copies_seconds"])}
+    for key in ("client_to_session", "client_to_session_and_copies"):
+        print(f"{key:46} {info[key]:.2f}")
+    table(figures, info)
     if args.json:
-        write_whole(args.json, json.dumps({
-            "name": "torch_client", "figures": figures,
-            "info": ratios | {
-                "torch": torch.__version__, "threads": torch.get_num_threads(), "gpt_elements": elements,
-                "overhead_elements": args.parameters, "tensors": TENSORS, "steps": steps, "turns": turns}},
-            indent=1) + "\n")
+        write_whole(args.json, json.dumps({"name": "torch_client", "figures": figures, "info": info}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
