@@ -88,7 +88,8 @@ class Bench(unittest.TestCase):
         measured = json.loads(path.read_text())
         info = measured["info"]
         rows = {f"{dtype}_{name}" for dtype in ("fp32", "bf16") for name in (
-            "torch_fused", "torch_foreach", "ballast", "ballast_overlap", "ballast_overlap_weights", "ballast_both")}
+            "torch_fused", "torch_foreach", "ballast", "ballast_overlap", "ballast_overlap_weights", "ballast_both",
+            "ballast_leaves_early")}
         rows |= {"bf16_torch_masters", *{"fp32_deepspeed", "bf16_deepspeed"} - info["not_measured"].keys()}
         self.assertEqual(info["in_force"].keys(), rows)
         self.assertEqual({key for key, figure in measured["figures"].items() if figure["unit"] == "s"}, {

@@ -6,8 +6,8 @@
 
 Iteration: forward, backward and step() of a GPT in fp32 and in bf16, with torch's fused and foreach AdamW, with bf16
 parameters and fp32 masters by hand, with DeepSpeedCPUAdam if the environment has it, and with ballast.torch in its four
-modes, which have to end with the same weights. Bytes: what the process grows by with the optimizer, without parameters
-and gradients.
+modes and with gradients that leave in backward in any case, which have to end with the same weights. Bytes: what the
+process grows by with the optimizer, without parameters and gradients.
 
 Overhead: step() with gradients that are there, for bf16 parameters in 150 tensors over shared memory, against
 `ballast-bench worker`, which sends and receives as many bytes. That has its gradients where they are sent from, and
@@ -129,6 +129,10 @@ def hooks(steps, turns):
     return seconds
 
 
+def cores():
+    return len(os.sched_getaffinity(0))
+
+
 class Masters:
     """What a trainer of bf16 parameters does by hand: torch's AdamW on fp32 copies."""
 
@@ -158,7 +162,8 @@ def deepspeed(parameters):
 
 
 MODES = {"ballast": {}, "ballast_overlap": {"overlap": True}, "ballast_overlap_weights": {"overlap_weights": True},
-         "ballast_both": {"overlap": True, "overlap_weights": True}}
+         "ballast_both": {"overlap": True, "overlap_weights": True},
+         "ballast_leaves_early": {"overlap": True, "accumulation_steps": 1}}
 MAKERS = {"torch_fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
           "torch_foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
           "torch_masters": lambda model: Masters(model.parameters()),
@@ -201,13 +206,13 @@ class Trainer:
         return parts | {"iteration": sum(parts.values()) + time.perf_counter() - zero}
 
     def check(self, what, option):
-        """That gradients have left, or weights are still coming, if that is what was asked for, and only then."""
+        """That gradients have left, or weights are still coming, if the optimizer says so, and only then."""
         if self.mode is None:
             return
         binding = self.optimizer._binding
         found = {"left": binding.stream and binding.stream.left,
                  "coming": binding.returning and binding.returning.coming}[what]
-        if bool(found) != self.mode.get(option, False):
+        if bool(found) != getattr(self.optimizer, option):
             raise RuntimeError(f"{option} was not in force as asked for: {self.mode}")
 
     def turn(self, iterations):
@@ -222,7 +227,13 @@ class Trainer:
             return "in the trainer"
         if not self.optimizer._binding.session.shares_memory:
             raise RuntimeError("the gradients did not go through shared memory")
-        return ", ".join(["own service, shared memory", *self.mode])
+        if (self.optimizer.overlap_weights != self.mode.get("overlap_weights", False) or
+                self.optimizer.overlap != ("accumulation_steps" in self.mode or
+                                           "overlap" in self.mode and torch.get_num_threads() < cores())):
+            raise RuntimeError(f"another mode was in force than {self.mode}")
+        leave = "gradients leave in " + ("backward" if self.optimizer.overlap else "step()")
+        come = "weights come in " + ("forward" if self.optimizer.overlap_weights else "step()")
+        return f"shared memory, {leave}, {come}"
 
 
 def iterations(dtype, args, steps, turns, seconds, info):
@@ -277,10 +288,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="few rounds")
     parser.add_argument("--parameters", type=positive, default=100_000_000)
-    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--width", type=positive, default=768)
     parser.add_argument("--vocabulary", type=positive, default=16384)
-    parser.add_argument("--tokens", type=positive, default=128)
+    parser.add_argument("--tokens", type=positive, default=64)
     parser.add_argument("--rounds", type=positive)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()

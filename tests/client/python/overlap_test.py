@@ -63,6 +63,24 @@ class OverlapTest(unittest.TestCase):
 
     # ------------------------------------------------------------ the same bits
 
+    def test_same_bits_where_the_trainer_computes_on_every_processor(self):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        self.addCleanup(torch.set_num_threads, 1)
+        left, norms = [], []
+
+        def step_of(model, optimizer, step):
+            optimizer.zero_grad()
+            loss_of(model, batch(step)).backward()
+            left.append(has_left(optimizer))
+            if step == 3:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+            optimizer.step()
+
+        _, optimizer = self.assert_same(step_of)
+        self.assertFalse(optimizer.overlap)
+        self.assertFalse(any(left))
+        self.assertTrue(torch.allclose(*norms), norms)
+
     def test_same_bits(self):
         left, freed = [], []
 

@@ -84,6 +84,7 @@ class Binding:
     peers: Peers | None = None
     stream: GradientStream | None = None
     returning: ReturningWeights | None = None
+    leaves_early = False  # Whether gradients leave during backward.
     _process = 0
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: Callable[[], list[HyperParameters]], *,
@@ -1009,8 +1010,13 @@ class Binding:
     def _start_stream(self) -> GradientStream:
         trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         on_gpu = any(streaming.is_on_gpu(local(parameter)) for parameter in trainable)
+        # A trainer that computes on every processor waits for those of its threads that copies and the service displace:
+        # backward takes longer by more than step() gets shorter.
+        self.leaves_early = (on_gpu or self.peers is not None or self._accumulation_steps is not None or
+                             not self.session.shares_memory or
+                             torch.get_num_threads() < len(os.sched_getaffinity(0)))
         # A parameter that is whole on every rank beside sharded ones is reduced by the trainer, after backward.
-        hooked = [None if not parameter.requires_grad or isinstance(self.places, Flats) or
+        hooked = [None if not parameter.requires_grad or not self.leaves_early or isinstance(self.places, Flats) or
                   (self.mesh is not None and not isinstance(parameter, DTensor)) else parameter
                   for parameter in self.parameters]
         frees = self._accumulation_steps is not None and not isinstance(self.places, Flats)

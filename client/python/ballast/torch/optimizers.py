@@ -92,7 +92,9 @@ class AdamW(Adam):
     overlap: from the second step on each gradient leaves as soon as backward has it. The bits are the same: what counts
     is what `.grad` has at step(), and what was changed after it had left leaves again then. Only
     torch.nn.utils.clip_grad_norm_ differs by rounding: without overlap torch clips `.grad`, with it the service clips.
-    max_norm= has the same bits either way.
+    max_norm= has the same bits either way. In one process whose torch.get_num_threads() are as many as its processors,
+    with a service on the same host and without accumulation_steps, they leave in step(), which takes less time there;
+    the property overlap is False then.
     torch.nn.utils.clip_grad_norm_ has all ranks end the step's gradients, and returns their norm; step() clips, or
     zero_grad() leaves the step out. So do clip_grads_with_norm_ and GradScaler.unscale_; each takes whole param groups.
     What cannot be done any more raises an error that says so. zero_grad(), the optimizer's and the model's, takes back

@@ -196,8 +196,9 @@ class Remote(torch.optim.Optimizer):
 
     @property
     def overlap(self) -> bool:
-        """Whether gradients leave during backward: from the second step on, if that was asked for."""
-        return self._binding is not None and self._binding.stream is not None
+        """Whether gradients leave during backward: from the second step on, if that was asked for, and unless the trainer
+        computes on every processor of the host."""
+        return self._binding is not None and self._binding.stream is not None and self._binding.leaves_early
 
     @property
     def overlap_weights(self) -> bool:
