@@ -35,6 +35,8 @@ namespace {
 constexpr size_t kDiskThreads = 16;
 
 constexpr char kWasClosed[] = "; it was closed";
+constexpr char kOvertaken[] =
+    "; the one that it was to be derived from has gone on since: derive it again";
 
 // Looks at checkpoints at once. Each has one of kDiskThreads for as long as its disk takes, or
 // hangs. The others stay for loads, and for saves that hold back steps.
@@ -66,24 +68,28 @@ struct Engine::Impl {
         budget(options.memory_limit_bytes),
         own_arenas(MakeAnonymousArenaFactory(&tasks, options.warn)),
         tasks(options.threads),
-        environment{.budget = &budget,
-                    .tasks = &tasks,
-                    .disk_threads = &disk_threads,
-                    .saving_threads = &saving_threads,
-                    .writing_threads = &writing_threads,
-                    .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
-                    .file_system =
-                        options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
-                    .checkpoints = options.checkpoints,
-                    .checkpoint_uses = &checkpoint_uses,
-                    .draining = &draining,
-                    .warn = options.warn,
-                    .tell = options.tell,
-                    .activities = &activities,
-                    .named_memory = options.named_memory,
-                    .take_place = [this](std::shared_ptr<JobImpl> derived) {
-                      TakePlace(std::move(derived), [](const absl::Status&) {});
-                    }} {
+        environment{
+            .budget = &budget,
+            .tasks = &tasks,
+            .disk_threads = &disk_threads,
+            .saving_threads = &saving_threads,
+            .writing_threads = &writing_threads,
+            .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
+            .file_system =
+                options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
+            .checkpoints = options.checkpoints,
+            .checkpoint_uses = &checkpoint_uses,
+            .draining = &draining,
+            .warn = options.warn,
+            .tell = options.tell,
+            .activities = &activities,
+            .named_memory = options.named_memory,
+            .take_place =
+                [this](std::shared_ptr<JobImpl> derived) {
+                  TakePlace(std::move(derived), [](const absl::Status&) {});
+                },
+            .moved =
+                [this](const std::shared_ptr<JobImpl>& origin) { GiveUpSuccessorOf(*origin); }} {
     if (options.named_memory != nullptr) options.named_memory->UseTasks(&tasks);
   }
   ~Impl() {
@@ -157,6 +163,8 @@ struct Engine::Impl {
   struct Entry {
     std::shared_ptr<JobImpl> job;
     bool ready = false;  // It has its memory.
+    // Of a successor: its origin gives way, or not. Until then it is nobody else's to give up.
+    bool takes_place = false;
     // Until then: who else wants it.
     std::vector<Done<std::shared_ptr<Job>>> waiting;
   };
@@ -183,6 +191,8 @@ struct Engine::Impl {
   static void CloseQuietly(const std::shared_ptr<JobImpl>& job) {
     if (job != nullptr) job->Close(std::nullopt, [](const absl::StatusOr<bool>&) {});
   }
+  // The job has gone on without it.
+  void GiveUpSuccessorOf(const JobImpl& origin);
   // All that are ready.
   std::vector<std::shared_ptr<JobImpl>> AllJobs() const;
   // Its caller may have gone, so the log says it, too.
@@ -250,6 +260,11 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
     BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<JobImpl> origin, OriginOf(*job));
     std::map<std::string, Entry>& entries = origin == nullptr ? jobs : successors;
     auto found = entries.find(name);
+    if (found != entries.end() && found->second.takes_place) {
+      return WithReason(
+          absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
+          reason::kJobBeingCreated);
+    }
     if (found != entries.end() && origin != nullptr && found->second.ready &&
         !IsSame(*found->second.job, *job)) {
       given_up = TakeSuccessor(name, "; another one was derived in its place");
@@ -295,11 +310,23 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
 
 std::shared_ptr<JobImpl> Engine::Impl::TakeSuccessor(const std::string& name, const char* how) {
   const auto found = successors.find(name);
-  if (found == successors.end() || !found->second.ready) return nullptr;
+  if (found == successors.end() || !found->second.ready || found->second.takes_place)
+    return nullptr;
   std::shared_ptr<JobImpl> job = std::move(found->second.job);
   successors.erase(found);
   NoteEnd(*job, how);
   return job;
+}
+
+void Engine::Impl::GiveUpSuccessorOf(const JobImpl& origin) {
+  std::shared_ptr<JobImpl> given_up;
+  {
+    MutexLock lock(mutex);
+    const auto found = successors.find(origin.spec().name);
+    if (found == successors.end() || found->second.job->derivation().uid != origin.uid()) return;
+    given_up = TakeSuccessor(origin.spec().name, kOvertaken);
+  }
+  CloseQuietly(given_up);
 }
 
 void Engine::Impl::TakePlace(std::shared_ptr<JobImpl> derived,
@@ -310,25 +337,28 @@ void Engine::Impl::TakePlace(std::shared_ptr<JobImpl> derived,
     MutexLock lock(mutex);
     const auto found = successors.find(name);
     // It has come to nothing meanwhile, and is closed by whoever said so.
-    if (found == successors.end() || found->second.job != derived) {
+    const auto now = jobs.find(name);
+    if (found == successors.end() || found->second.job != derived || found->second.takes_place ||
+        now == jobs.end()) {
       return done(absl::AbortedError(absl::StrCat("job ", name, " was derived again, or closed")));
     }
-    origin = jobs.find(name)->second.job;
+    found->second.takes_place = true;
+    origin = now->second.job;
   }
   origin->GiveWayTo(derived, [this, name, origin, derived,
                               done = std::move(done)](const absl::StatusOr<bool>& gave) mutable {
     std::shared_ptr<JobImpl> given_up;
     {
       MutexLock lock(mutex);
-      const auto found = successors.find(name);
-      const bool is_there = found != successors.end() && found->second.job == derived;
-      if (gave.ok() && *gave && is_there) {
-        jobs[name].job = derived;
+      const auto found = successors.find(name);  // Nobody else takes it away meanwhile.
+      found->second.takes_place = false;
+      if (gave.ok() && *gave) {
+        // Whoever has closed the old one at the same time has closed that alone.
+        jobs[name] = std::move(found->second);
         successors.erase(found);
         NoteEnd(*origin, "; a job that was derived from it has taken its place");
-      } else if (!gave.ok() && is_there) {
-        given_up = TakeSuccessor(
-            name, "; the one that it was to be derived from has gone on since: derive it again");
+      } else if (!gave.ok()) {
+        given_up = TakeSuccessor(name, kOvertaken);
       }
     }
     CloseQuietly(given_up);

@@ -109,6 +109,7 @@ Json JobHeadToJson(const v1::Job& job) {
   return {{"name", BareName(job.name())},
           {"uid", job.uid()},
           {"resumed_uid", job.resumed_uid()},
+          {"ancestors", Array(job.ancestors())},
           {"phase", Name(job.phase())},
           {"problem", job.problem()},
           {"committed_step", job.committed_step()},

@@ -153,7 +153,9 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
     }
     if (attached.ok() && creates) WarnOfCheckpoint(attached->job(), options);
     // Only a rank that waits for rank 0 expects NOT_FOUND.
-    if (creates || !options.job_uid.empty() || !absl::IsNotFound(attached.status())) {
+    // What an earlier try has left is derived otherwise, until rank 0 does it again.
+    const bool is_old = derives && ReasonOf(attached.status()) == reason::kOtherDescription;
+    if (creates || !options.job_uid.empty() || !(absl::IsNotFound(attached.status()) || is_old)) {
       return attached;
     }
     if (!backoff.Wait()) {

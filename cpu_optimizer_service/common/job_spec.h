@@ -85,6 +85,9 @@ struct FirstState {
 // That the words in which a job's chunks are kept can say.
 inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;
 
+inline constexpr size_t kJobUidCharacters = 32;  // 128 random bits in hex.
+inline constexpr size_t kMostAncestors = 64;     // That a derived job names.
+
 // What a new job goes on from, if any: parameters of the same name and shape keep their weights,
 // moments and update counts, others come with first weights, and the step goes on.
 struct Derivation {

@@ -455,7 +455,7 @@ void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
     }
   }
   TakeOverrides(decided.terms.settings, decided.vote);
-  ++moves_;
+  Move();
   record_.committed_step = decided.terms.step;
   record_.trainer_state =
       decided.vote.trainer_state.value_or(std::move(decided.terms.settings.trainer_state));

@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -39,6 +40,20 @@ absl::Status JobImpl::CheckMayDerive() const {
                     reason::kOtherSettings);
 }
 
+std::vector<std::string> JobImpl::Ancestry() const {
+  std::vector<std::string> ancestry = {uid()};
+  for (const std::string& each : record_.ancestors) {
+    if (ancestry.size() < kMostAncestors) ancestry.push_back(each);
+  }
+  return ancestry;
+}
+
+void JobImpl::Move() {
+  ++moves_;
+  if (!std::exchange(has_derived_, false)) return;
+  RunAfter([moved = environment_.moved, self = Self()] { moved(self); });
+}
+
 absl::StatusOr<JobImpl::Lent> JobImpl::Lend() {
   return Await<Lent>([&](Done<Lent> done) {
     Enter(Admission::kRead, -1,
@@ -47,9 +62,12 @@ absl::StatusOr<JobImpl::Lent> JobImpl::Lend() {
                 if (admitted.ok()) admitted = CheckMayDerive();
                 if (!admitted.ok()) return Reply<Lent>(std::move(done), admitted);
                 gate_.StartReading();  // What would change its state waits.
+                has_derived_ = true;
                 Reply<Lent>(std::move(done), Lent{.index = MakeIndex(record_),
                                                   .history = record_.history,
                                                   .save_schedule = save_schedule_,
+                                                  .resumed_uid = record_.resumed_uid,
+                                                  .ancestors = Ancestry(),
                                                   .moves = moves_});
               });
   });
@@ -57,12 +75,13 @@ absl::StatusOr<JobImpl::Lent> JobImpl::Lend() {
 
 absl::Status JobImpl::Inherit(JobImpl& origin) {
   BALLAST_ASSIGN_OR_RETURN(Lent lent, origin.Lend());
+  absl::Cleanup stop_reading = [&origin] { origin.StopReading(); };  // Also without memory.
   const absl::Status inherited = Inherit(
       lent.index, [&](const std::string& name, Plane plane, int64_t offset, absl::Span<float> out) {
         origin.ReadCommitted(origin.layout_.FindParameter(name), plane, offset, out);
         return absl::OkStatus();
       });
-  origin.StopReading();
+  std::move(stop_reading).Invoke();
   BALLAST_RETURN_IF_ERROR(inherited);
   history_.GoOnFrom(origin.history_);
   std::vector<std::string> groups;
@@ -70,20 +89,27 @@ absl::Status JobImpl::Inherit(JobImpl& origin) {
   MutexLock lock(mutex_);
   origin_moves_ = lent.moves;
   save_schedule_ = lent.save_schedule;
+  record_.resumed_uid = lent.resumed_uid;
+  record_.ancestors = std::move(lent.ancestors);
   record_.history = std::move(lent.history);
   for (StepRecord& step : record_.history.recent_steps) step = WithGroups(step, groups);
   return absl::OkStatus();
 }
 
-absl::Status JobImpl::InheritCheckpoint(const std::string& path, const JobImpl* origin) {
+absl::Status JobImpl::InheritCheckpoint(const std::string& path, JobImpl* origin) {
   uint64_t moves = 0;
+  std::vector<std::string> ancestors;
   if (origin != nullptr) {
     MutexLock lock(origin->mutex_);
+    BALLAST_RETURN_IF_ERROR(origin->CheckMayDerive());
+    origin->has_derived_ = true;
     moves = origin->moves_;
+    ancestors = origin->Ancestry();
   }
   {
     MutexLock lock(mutex_);
     origin_moves_ = moves;
+    record_.ancestors = std::move(ancestors);
   }
   const auto progress = BeginActivity(ActivityKind::kLoadingCheckpoint, need_.state_bytes, path);
   const CountsIn here(*progress);
@@ -99,11 +125,19 @@ absl::Status JobImpl::InheritCheckpoint(const std::string& path, const JobImpl* 
 
 absl::Status JobImpl::Inherit(const CheckpointIndex& index, const ReadPlane& read) {
   BALLAST_RETURN_IF_ERROR(ChooseInherited(index));
-  std::vector<absl::Status> read_chunks(layout_.chunks().size());
-  environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t chunk) {
-    read_chunks[chunk] = OrOutOfMemory([&] { return InheritChunk(static_cast<int>(chunk), read); });
-  });
-  for (const absl::Status& each : read_chunks) BALLAST_RETURN_IF_ERROR(each);
+  const auto chunks = static_cast<int>(layout_.chunks().size());
+  if (!identity_.derivation.checkpoint.empty()) {  // The pool's threads wait for no disk.
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      BALLAST_RETURN_IF_ERROR(InheritChunk(chunk, read));
+    }
+  } else {
+    std::vector<absl::Status> read_chunks(chunks);
+    environment_.tasks->ForEach(chunks, [&](int64_t chunk) {
+      read_chunks[chunk] =
+          OrOutOfMemory([&] { return InheritChunk(static_cast<int>(chunk), read); });
+    });
+    for (const absl::Status& each : read_chunks) BALLAST_RETURN_IF_ERROR(each);
+  }
   MutexLock lock(mutex_);
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     const auto pieces = layout_.Pieces(chunk);
@@ -115,6 +149,10 @@ absl::Status JobImpl::Inherit(const CheckpointIndex& index, const ReadPlane& rea
   TakeRecord(index);
   for (size_t p = 0; p < inherited_.size(); ++p) {
     if (!inherited_[p]) record_.update_counts[p] = 0;
+  }
+  // As they are described now. Nor does a group's name say that it is the same one.
+  for (size_t group = 0; group < spec().groups.size(); ++group) {
+    record_.hyper_parameters[group] = spec().groups[group].hyper_parameters;
   }
   if (!identity_.derivation.uid.empty()) first_weights_.Hold();
   return absl::OkStatus();
@@ -139,6 +177,13 @@ absl::Status JobImpl::ChooseInherited(const CheckpointIndex& index) {
                        " in what it would go on from, and not here; leave ", "amsgrad as it is"));
     }
     inherited_[p] = true;
+  }
+  const bool has_any = std::ranges::any_of(spec().layout.parameters, &ParameterSpec::trainable);
+  if (has_any && std::ranges::find(inherited_, true) == inherited_.end()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "job ", spec().name,
+        " cannot be derived: no parameter has the name and shape of one in what it would go on ",
+        "from; give the names that it has there, or create a job of another name"));
   }
   return absl::OkStatus();
 }

@@ -32,7 +32,7 @@ void JobImpl::ForgetUploads(int rank) {
 
 void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
   record_.generation = record_.generation.Next();
-  ++moves_;
+  Move();
   given_up_step_ = 0;  // Streams that could still speak of it end.
   bounds_.clear();     // The state may become another one: a load's, or the step's before.
   Detached detached = ranks_.FreeAll();

@@ -347,7 +347,7 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
 absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
                                                      const HyperParameterOverrides& changes) {
   Check(group >= 0 && group < layout_.group_count(), "the group is one of the job's");
-  MutexLock lock(mutex_);
+  Section section(*this);
   BALLAST_RETURN_IF_ERROR(CheckUsable());
   const HyperParameters changed = Apply(record_.hyper_parameters[group], changes);
   BALLAST_RETURN_IF_ERROR(
@@ -378,7 +378,7 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
     swap();  // What is not kept is not in force: the caller gets an error.
     throw;
   }
-  ++moves_;
+  Move();
   return changed;
 }
 

@@ -89,6 +89,8 @@ struct JobEnvironment {
   NamedMemory* named_memory = nullptr;  // Nullable: jobs die with this process.
   // Told that the last first weights of a job have come that is to take another one's place.
   std::function<void(std::shared_ptr<JobImpl>)> take_place;
+  // Told that a job from which another one is derived has moved on.
+  std::function<void(std::shared_ptr<JobImpl>)> moved;
 };
 
 class JobImpl : public Job {
@@ -285,11 +287,17 @@ class JobImpl : public Job {
     CheckpointIndex index;
     StepHistory history;
     SaveSchedule save_schedule;
+    std::string resumed_uid;
+    std::vector<std::string> ancestors;
     uint64_t moves = 0;
   };
+  // Of a job that is derived from this one.
+  std::vector<std::string> Ancestry() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The state changes, or a rank is taken: no job that was derived before can take the place.
+  void Move() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<Lent> Lend();
   absl::Status Inherit(JobImpl& origin);
-  absl::Status InheritCheckpoint(const std::string& path, const JobImpl* origin);
+  absl::Status InheritCheckpoint(const std::string& path, JobImpl* origin);
   absl::Status Inherit(const CheckpointIndex& index, const ReadPlane& read);
   absl::Status ChooseInherited(const CheckpointIndex& index);
   absl::Status InheritChunk(int chunk, const ReadPlane& read);
@@ -648,9 +656,9 @@ class JobImpl : public Job {
   int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;       // Of a step that is traced.
   uint64_t given_up_step_ ABSL_GUARDED_BY(mutex_) = 0;  // The last one; 0: none.
   uint64_t changes_ ABSL_GUARDED_BY(mutex_) = 0;        // Use::changes.
-  // Rises where the state changes, or a rank is taken, so that no derived job can take the place.
-  uint64_t moves_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t origin_moves_ ABSL_GUARDED_BY(mutex_) = 0;  // Of the origin, when this was derived.
+  uint64_t moves_ ABSL_GUARDED_BY(mutex_) = 0;          // See Move.
+  bool has_derived_ ABSL_GUARDED_BY(mutex_) = false;    // Since the last of them.
+  uint64_t origin_moves_ ABSL_GUARDED_BY(mutex_) = 0;   // Of the origin, when this was derived.
   // By group, of the committed state; empty: nothing is known.
   std::vector<StateBounds> bounds_ ABSL_GUARDED_BY(mutex_);
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;

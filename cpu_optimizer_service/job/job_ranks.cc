@@ -220,7 +220,7 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
     Detached detached;
     if (ranks_[rank].last_process_id != process_id || begins) {
       ForgetUploads(rank);
-      ++moves_;
+      Move();
     }
     ranks_.Take(rank, process_id, detached);
     // A later process has to know, too, which process had the rank last and may rejoin.

@@ -28,7 +28,6 @@ struct JobIdentity {
 
 // A uid that no other job has: 128 random bits in hex.
 std::string MakeJobUid();
-inline constexpr size_t kJobUidCharacters = 32;
 
 // Which chunks of a new job have their first weights, and which state they are of.
 class FirstWeights {
@@ -154,6 +153,8 @@ struct JobRecord {
   std::string trainer_state;                      // Of the last committed step.
   StepHistory history;
   std::string resumed_uid;  // Of the job whose checkpoint was loaded last; empty: none.
+  // Of a derived job: the uids of the jobs that it goes on from, the last one first; kMostAncestors.
+  std::vector<std::string> ancestors;
   std::optional<PreviousState> previous;  // Absent: there is nothing to undo.
   uint64_t epoch = 1;                     // Of the step that is, or comes next.
   bool closed = false;

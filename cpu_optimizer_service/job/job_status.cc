@@ -50,6 +50,7 @@ JobStatus JobImpl::Status() const {
   status.latest = history_.Latest();
   status.trainer_state = record_.trainer_state;
   status.resumed_uid = record_.resumed_uid;
+  status.ancestors = record_.ancestors;
   status.hyper_parameters = record_.hyper_parameters;
   status.update_counts.resize(record_.update_counts.size());
   // While first weights are awaited the record has the counts of the state that is being uploaded.

@@ -217,7 +217,7 @@ void JobImpl::WriteNow(const StateWriting& writing) {
   for (size_t i = 0; i < write.update_counts.size(); ++i) {
     record_.update_counts[write.parameters[i]] = write.update_counts[i];
   }
-  ++moves_;
+  Move();
   record_.previous.reset();  // The state before the last step is not what would be gone back to.
   bounds_.clear();           // They are of values that a step has left.
   Keep();

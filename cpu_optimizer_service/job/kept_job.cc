@@ -172,7 +172,8 @@ void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks&
   each(record.generation, record.committed_step, record.hyper_parameters, record.update_counts,
        record.trainer_state, record.history, record.resumed_uid, record.previous, record.epoch,
        record.closed, weights_complete, record.loading, record.torn_by, record.later_changes, ranks,
-       record.decision, record.undid_update, record.undone, record.writing, record.state_writes);
+       record.decision, record.undid_update, record.undone, record.writing, record.state_writes,
+       record.ancestors);
 }
 
 constexpr char kRecordLabel[] = "record";

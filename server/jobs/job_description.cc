@@ -312,10 +312,12 @@ absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_reque
   // names the first difference.
   const auto check = [&](absl::string_view what, int64_t there, int64_t here) {
     if (there <= here) return absl::OkStatus();
-    return absl::FailedPreconditionError(absl::StrCat(
-        "a worker describes job ", job.spec().name, " otherwise: the number of ", what, " is ",
-        here, " here and ", there,
-        " there (here: the service's job); close the job or train with the same description"));
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "a worker describes job ", job.spec().name, " otherwise: the number of ", what, " is ",
+            here, " here and ", there,
+            " there (here: the service's job); close the job or train with the same description")),
+        reason::kOtherDescription);
   };
   const Layout& layout = job.layout();
   BALLAST_RETURN_IF_ERROR(check("groups", size.groups, layout.group_count()));

@@ -216,7 +216,7 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
 size_t LargestMessageBytes(const JobSpec& spec) {
   constexpr size_t kEntryBytes = 8;  // Tag and length of an entry of a list.
   // Ids, counts, memory, why it is broken, and the rest of an AttachWorkerResponse.
-  constexpr size_t kOthersBytes = 2048;
+  constexpr size_t kOthersBytes = 2048 + kMostAncestors * (kJobUidCharacters + 8);
   // Of saves and other work that is under way, of a checkpoint that was found, and of one of which a load did not
   // end: the path of a directory has at most 4096 bytes.
   // Saves that were asked for and others have kMostSaves each.
@@ -259,7 +259,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.set_committed_step(status.committed_step);
   message.set_undoable_step(status.undoable_step);
   message.set_state_writes(status.state_writes);
-  message.set_derived_from(job.derivation().uid);
+  message.mutable_ancestors()->Add(status.ancestors.begin(), status.ancestors.end());
   message.set_phase(PhaseMessage(status.phase));
   message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);

@@ -67,6 +67,9 @@ void Model::Derive(const Attempt& attempt) {
     }
     state.updates = 0;
   }
+  for (size_t group = 0; group < job_.groups.size(); ++group) {
+    state_.in_force[group] = job_.groups[group].hyper_parameters;
+  }
   previous_.reset();
 }
 

@@ -23,7 +23,8 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
     now = next((other for other in client.jobs() if other["name"] == job.name), None)
     if now is not None and (now["uid"], now["committed_step"]) == (uid, step) and now["phase"] != "awaiting_weights":
         return uid
-    ours = now is None or now["phase"] == "awaiting_weights" or uid in (now["uid"], now["resumed_uid"])
+    ours = (now is None or now["phase"] == "awaiting_weights" or
+            uid in (now["uid"], now["resumed_uid"], *now["ancestors"]))
     saved = [found for found in _checkpoints(client, job.name) if found["uid"] == uid] if ours else []
     of_step = next((found for found in saved if found["step"] == step and not found["problem"]), None)
     if of_step is None:
@@ -31,15 +32,20 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
             return ""
         if now is None:
             raise NotFoundError(_nothing_of(client, job.name, uid, step))
-        if now["uid"] != uid:
+        if now["uid"] != uid and uid not in now["ancestors"]:
             return uid
         steps = ", ".join(str(found["step"]) for found in saved) or "none"
         raise FailedPreconditionError(
             f"job {job.name} is at step {now['committed_step']}, the state that was loaded at step {step}, and the "
             f"service has no checkpoint of that step (it has: {steps}); load a state of one of these steps")
     if now is not None and now["phase"] != "awaiting_weights":
-        client.load(job.name, of_step["name"])
-        return now["uid"]
+        if uid not in now["ancestors"]:
+            client.load(job.name, of_step["name"])
+            return now["uid"]
+        # It has other parameters by now.
+        with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout, takes_steps=False,
+                     derive_from_uid=now["uid"], derive_from_checkpoint=of_step["name"], **credentials) as session:
+            return session.job_uid
     # A new job, which is no loss if this fails.
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
                  takes_steps=False, **credentials) as session:
@@ -63,10 +69,13 @@ class Origin:
         begun = now is not None and now["phase"] != "awaiting_weights"
         if self.uid:
             # An earlier try had come to its end, unnoticed.
-            return Origin(now["uid"]) if begun and now["resumed_uid"] == self.uid else self
+            return Origin(now["uid"]) if begun and self.uid in now["ancestors"] else self
         uid = now["uid"] if begun else ""
         if checkpoint is not None and is_one(checkpoint):
-            return Origin(uid, checkpoint)
+            found = _must_be_there(client, checkpoint)
+            if begun:
+                _refuse_another_begin(now, found, checkpoint)
+            return Origin(uid, "" if begun else checkpoint)
         return Origin(uid) if begun else Origin("", checkpoint) if checkpoint and _checkpoints(client, checkpoint) else self
 
 
@@ -86,23 +95,32 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
     begun = now is not None and now["phase"] != "awaiting_weights"
     if begun and not one:
         return
-    found = _checkpoints(client, name)
-    if one and not found:
-        there = ", ".join(other["name"] for other in _checkpoints(client, name.partition("/")[0])) or "none"
-        raise NotFoundError(f"there is no checkpoint {name} (there are: {there})")
+    found = _must_be_there(client, name) if one else _checkpoints(client, name)
     if begun:
-        if now["resumed_uid"] not in [checkpoint["uid"] for checkpoint in found]:
-            raise FailedPreconditionError(
-                f"job {job.name} is at step {now['committed_step']} and did not begin with {name}: attach() goes on "
-                f"with it as it is, `ballast load {job.name} {name}` takes it there first, and another job= begins "
-                "there")
-        return
+        return _refuse_another_begin(now, found, name)
     if not found:
         print(f"job {job.name} begins at step 0: the service has no checkpoint of the name {name}", file=sys.stderr)
         return
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
                  takes_steps=False, **credentials) as session:
         session.load(name)
+
+
+def _must_be_there(client: Client, name: str) -> list[dict[str, Any]]:
+    found = _checkpoints(client, name)
+    if not found:
+        there = ", ".join(other["name"] for other in _checkpoints(client, name.partition("/")[0])) or "none"
+        raise NotFoundError(f"there is no checkpoint {name} (there are: {there})")
+    return found
+
+
+def _refuse_another_begin(now: dict[str, Any], found: list[dict[str, Any]], name: str) -> None:
+    """FailedPreconditionError if the job, which has weights, has not begun with one of these."""
+    if not {now["resumed_uid"], *now["ancestors"]} & {checkpoint["uid"] for checkpoint in found}:
+        job = now["name"]
+        raise FailedPreconditionError(
+            f"job {job} is at step {now['committed_step']} and did not begin with {name}: attach() goes on with it as it is, "
+            f"`ballast load {job} {name}` takes it there first, and another job= begins there")
 
 
 def refuse_an_unknown_one(client: Client, job: str) -> None:

@@ -494,7 +494,7 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
       "name,hyper_parameters,wire_dtype,return_dtype,parameter_count,trainable_elements,"
       "flat_elements";
   const std::string job_head =
-      "name,uid,resumed_uid,phase,problem,committed_step,generation,world_size,applied_steps,"
+      "name,uid,resumed_uid,ancestors,phase,problem,committed_step,generation,world_size,applied_steps,"
       "skipped_steps,memory,activities";
 
   const auto jobs = Json({"jobs"});

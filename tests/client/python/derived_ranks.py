@@ -59,3 +59,26 @@ def one_does_not(rank, world_size, service, job):
     except ballast.BallastError as error:
         return str(error)
     return ""
+
+
+def after_a_failure(rank, world_size, service, job):
+    """First weights that cannot be; then others. The job's step at the end."""
+    model = model_of()
+    parallel = ddp(model)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = _optimizer(ballast.torch.AdamW, named[:1], service, job)
+    backward(parallel, 0, rank)
+    optimizer.step()
+    bad = torch.nn.Parameter(torch.full((3000,), float("nan")))
+    optimizer.add_param_group({"params": [("bad", bad)]})
+    try:
+        optimizer.step()
+    except ballast.BallastError:
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": named[1:]})
+        optimizer.zero_grad()
+        backward(parallel, 1, rank)
+        optimizer.step()
+    step = optimizer.param_groups[0]["job_step"]
+    optimizer.close()
+    return step

@@ -282,7 +282,7 @@ class DerivedTest(unittest.TestCase):
         for (name, one), (_, before) in zip(parts_of(again)[0], parts_of(model)[0]):
             self.assertTrue(torch.equal(one, before), name)
         torch.testing.assert_close(other.state[parts_of(again)[0][0][1]]["exp_avg"], moments, rtol=0, atol=0)
-        self.assertEqual(float(other.state[again.norm.weight]["step"]), 0.0)
+        self.assertEqual(self.client.summary("other-parameters", "norm.weight")["update_count"], 0)
         loss_of(again, batch(2)).backward()
         other.step()
         # And from a job that is there.
@@ -346,6 +346,157 @@ class DerivedTest(unittest.TestCase):
         self.assertEqual(ours.param_groups[0]["job_step"], 3)
         ours.close(job=True)
 
+    # ------------------------------------------------------------ what must not go wrong without a word
+
+    def linears(self, count=3):
+        models = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(count)])
+        for number, model in enumerate(models):
+            torch.nn.init.constant_(model.weight, number + 1.0)
+        return models
+
+    def step(self, models, optimizer):
+        optimizer.zero_grad()
+        sum(model(torch.ones(1, 3)).sum() for model in models).backward()
+        optimizer.step()
+
+    def test_a_list_of_parameters_that_is_changed_in_place(self):
+        models = self.linears()
+        ours = self.ours(models, list(models.named_parameters()), "in-place")
+        self.step(models, ours)
+        before = [model.weight.detach().clone() for model in models]
+        del ours.param_groups[0]["params"][0]
+        ours.param_groups[0]["params"].append(extra := torch.nn.Parameter(torch.full((3,), 5.0)))
+        ours.zero_grad()
+        ours.step()
+        for model, weight in zip(models, before):
+            self.assertTrue(torch.equal(model.weight, weight))
+        self.assertTrue(torch.equal(extra, torch.full((3,), 5.0)))
+        self.assertEqual(ours.param_groups[0]["param_names"][:2], ["0.bias", "1.weight"])
+        ours.close(job=True)
+
+    def test_groups_of_different_planes_change_places(self):
+        for first in (True, False):
+            models = self.linears()
+            groups = [{"params": list(model.named_parameters(prefix=str(n))), "amsgrad": (n == 0) == first}
+                      for n, model in enumerate(models)]
+            ours = self.ours(models, groups, f"planes-{first}")
+            self.step(models, ours)
+            ours.param_groups.pop(0)
+            self.step(models, ours)
+            self.client.save(f"planes-{first}")
+            ours.param_groups.pop(0)
+            self.step(models, ours)
+            found = self.client.verify(f"planes-{first}")
+            self.assertTrue(found and not any(each["problem"] for each in found))
+            self.assertEqual(self.job_of(f"planes-{first}")["committed_step"], 3)
+            ours.close(job=True)
+
+    def test_a_session_that_has_ended_derives_nothing_by_itself(self):
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], "ended")
+        self.step(models, ours)
+        other = self.ours(models, named[:2], "ended")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            other.attach()
+            self.step(models, other)
+            ours.add_param_group({"params": named[2:]})
+            for _ in range(2):  # The first one finds out.
+                with self.assertRaises(ballast.BallastError):
+                    self.step(models, ours)
+        self.assertEqual(self.job_of("ended")["committed_step"], 2)
+        other.close(job=True)
+
+    def test_freed_gradients_are_missed_after_attach_too(self):
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], "missed", overlap=True, accumulation_steps=1)
+        for _ in range(2):
+            self.step(models, ours)
+        ours.zero_grad()
+        sum(model(torch.ones(1, 3)).sum() for model in models).backward()
+        ours.add_param_group({"params": named[2:]})
+        ours.attach()
+        with self.assertRaises(ballast.FailedPreconditionError):
+            ours.step()
+        self.step(models, ours)
+        ours.close(job=True)
+
+    def test_a_checkpoint_that_is_named_begins_once(self):
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], "begins-once")
+        self.step(models, ours)
+        ours.close(save=True)
+        for expected in (1, 2):
+            ours = self.ours(models, named, "begins-once")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.assertEqual(ours.attach(resume="begins-once/step-1", derive=True), expected)
+            self.step(models, ours)
+            ours.close()
+        other = self.ours(models, named, "another")
+        self.step(models, other)
+        other.close()
+        other = self.ours(models, named, "another")
+        with self.assertRaises(ballast.FailedPreconditionError):
+            other.attach(resume="begins-once/step-1", derive=True)
+        for job in ("begins-once", "another"):
+            self.client.close_job(job, force=True)
+
+    def test_a_state_from_before_is_gone_on_from_beside_the_derived_job(self):
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], "from-before")
+        self.step(models, ours)
+        state = copy.deepcopy(ours.state_dict())
+        for end in (4, 6):
+            ours.add_param_group({"params": named[end - 2:end]})
+            self.step(models, ours)
+        ours.close()
+        again = self.ours(models, named[:2], "from-before")
+        again.load_state_dict(state)
+        self.assertEqual(again.param_groups[0]["job_step"], 1)
+        self.step(models, again)
+        again.close(job=True)
+
+    def test_a_state_between_a_change_and_the_next_step(self):
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], "between")
+        self.step(models, ours)
+        ours.add_param_group({"params": named[2:]})
+        state = copy.deepcopy(ours.state_dict())
+        ours.close()
+        again = self.ours(models, [{"params": named[:2]}, {"params": named[2:]}], "between")
+        again.load_state_dict(state)
+        self.step(models, again)
+        again.close(job=True)
+
+    def test_others_in_the_place_of_parameters_are_named_beside_a_change(self):
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], "beside")
+        self.step(models, ours)
+        ours.param_groups[0]["params"][0] = torch.nn.Parameter(torch.full((3, 3), 7.0))
+        ours.add_param_group({"params": named[2:]})
+        with self.assertRaises(ballast.FailedPreconditionError):
+            self.step(models, ours)
+        ours.attach()
+        self.assertLess(ours.param_groups[0]["params"][0].max().item(), 2.0)
+        ours.close(job=True)
+
+    def test_what_has_nothing_in_common_is_refused(self):
+        models = self.linears()
+        ours = self.ours(models, list(models[0].named_parameters()), "in-common")
+        self.step(models, ours)
+        ours.close(save=True)
+        ours = self.ours(models, list(models[1].named_parameters(prefix="module")), "in-common")
+        with self.assertRaises(ballast.FailedPreconditionError):
+            ours.attach(resume=True, derive=True)
+        ours.close()
+
     # ------------------------------------------------------------ several ranks
 
     def test_several_ranks(self):
@@ -360,6 +511,10 @@ class DerivedTest(unittest.TestCase):
     def test_ranks_that_do_not_change_alike_are_told(self):
         (told,) = run_ranks("derived_ranks", 2, [("one_does_not", {"service": self.service.address, "job": "not-alike"})])
         self.assertTrue(all(told), told)
+
+    def test_ranks_go_on_after_a_derivation_that_failed(self):
+        (steps,) = run_ranks("derived_ranks", 2, [("after_a_failure", {"service": self.service.address, "job": "failed"})])
+        self.assertEqual(steps, [2, 2])
 
 
 if __name__ == "__main__":

@@ -107,6 +107,10 @@ TEST_F(JoinTest, AJobIsDerivedByRankZeroAndAwaitedByTheOthers) {
   EXPECT_EQ(fake_.creates, 1);
   EXPECT_EQ(fake_.last_attach.derived_from(), "before");
   EXPECT_EQ(clock_.sleeps.size(), 3u);
+  fake_.attach_results = {
+      WithReason(absl::FailedPreconditionError("an earlier try"), reason::kOtherDescription)};
+  EXPECT_TRUE(JoinAs(1).ok());
+  EXPECT_EQ(clock_.sleeps.size(), 4u);
   // When it is opened again it is the job that was joined.
   options_.job_uid = "u";
   EXPECT_TRUE(JoinAs(0).ok());

@@ -105,7 +105,6 @@ TEST_F(JobDeriveTest, KeepsWhatHasTheSameNameAndShape) {
   const std::string old_uid = before.job().uid();
   for (const uint64_t seed : {1, 2}) before.Step(seed);
   before.Step(3, 1, {.trainer_state = "place"});
-  ASSERT_TRUE(before.job().UpdateGroup(0, {.lr = 0.25}).ok());
   const State state = Read(before.job());
 
   JobDriver after(engine_.CreateJob(After(), From(before.job())).value());
@@ -142,8 +141,8 @@ TEST_F(JobDeriveTest, KeepsWhatHasTheSameNameAndShape) {
   EXPECT_EQ(status.applied_steps, 3u);
   EXPECT_EQ(status.update_counts, (std::vector<int64_t>{3, 0, 3, 0}));
   EXPECT_EQ(status.trainer_state, "place");
-  EXPECT_EQ(status.hyper_parameters[1].lr, 0.25);
-  EXPECT_EQ(status.resumed_uid, old_uid);
+  EXPECT_EQ(status.resumed_uid, "");
+  EXPECT_EQ(status.ancestors, std::vector<std::string>{old_uid});
   EXPECT_TRUE(status.inherited.empty());
   EXPECT_FALSE(after.job().UndoStep().ok());
 
@@ -213,9 +212,8 @@ TEST_F(JobDeriveTest, IsGivenUpWhereTheOldJobGoesOn) {
     if (how == "write") before.WriteState(before.NextWrite({Plane::kExpAvg}, {0}), 70);
     if (how == "group") ASSERT_TRUE(before.job().UpdateGroup(0, {.lr = 0.5}).ok());
     const std::string hash = before.job().StateHash();
-    after.UploadWeights(kFirstSeed);
+    EXPECT_EQ(after.job().Status().phase, JobPhase::kClosed) << how;  // At once.
     EXPECT_EQ(Find().value().get(), &before.job()) << how;
-    EXPECT_EQ(after.job().Status().phase, JobPhase::kClosed) << how;
     EXPECT_EQ(before.job().StateHash(), hash) << how;
     ExpectRefused(Find(after.job().uid()).status(), reason::kOtherJob);
     EXPECT_THAT(std::string(Find(after.job().uid()).status().message()),
@@ -241,6 +239,10 @@ TEST_F(JobDeriveTest, RefusesWhatCannotBe) {
   const absl::Status planes = engine_.CreateJob(other_planes, From(before.job())).status();
   EXPECT_EQ(planes.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(planes.message()), HasSubstr("p3"));
+  JobSpec strange = After();
+  for (ParameterSpec& parameter : strange.layout.parameters) parameter.name += ".other";
+  EXPECT_EQ(engine_.CreateJob(strange, From(before.job())).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   JobSpec large = After();
   large.layout = MakeJobSpec({.group_sizes = {{600}, {300, 700, 64 << 20}}}).layout;
   EXPECT_EQ(engine_.CreateJob(large, From(before.job())).status().code(),
@@ -261,11 +263,11 @@ TEST_F(JobDeriveTest, RefusesWhatCannotBe) {
   {
     JobSpec other = After();
     other.layout.parameters[1].name = "two";
+    before.AttachAll();
     JobDriver after(engine_.CreateJob(other, From(before.job())).value());
     // A step of the old job that has begun when the last weights come.
-    before.AttachAll();
-    before.Begin(0);
     after.AttachAll();
+    before.Begin(0);
     after.UploadWeights(kFirstSeed);
   }
   EXPECT_EQ(Find().value().get(), &before.job());
@@ -293,6 +295,27 @@ TEST_F(JobDeriveTest, AskedForAgainIsTheSameOrAnother) {
   // Its answer was lost: the job is there.
   EXPECT_EQ(engine_.CreateJob(spec, from).status().code(), absl::StatusCode::kAlreadyExists);
   EXPECT_EQ(engine_.FindDerived("job", from.uid).value().get(), &second.job());
+}
+
+// A group's name may be another one's by now: its planes are those of its description.
+TEST_F(JobDeriveTest, HasTheHyperParametersOfItsDescription) {
+  JobDriver before = Make(Before());
+  before.Step(1);
+  JobSpec spec = After();
+  spec.groups[0].name = "group0";
+  spec.groups[1].name = "group1";
+  spec.groups[1].hyper_parameters.lr = 0.25;
+  JobDriver after(engine_.CreateJob(spec, From(before.job())).value());
+  after.AttachAll();
+  after.UploadWeights(kFirstSeed);
+  const JobStatus status = after.job().Status();
+  EXPECT_TRUE(status.hyper_parameters[0].amsgrad);
+  EXPECT_FALSE(status.hyper_parameters[1].amsgrad);
+  EXPECT_EQ(status.hyper_parameters[1].lr, 0.25);
+  after.Step(2);
+  JobDriver last(engine_.CreateJob(Before(), From(after.job())).value());
+  EXPECT_EQ(last.job().Status().ancestors,
+            (std::vector<std::string>{after.job().uid(), before.job().uid()}));
 }
 
 TEST_F(JobDeriveTest, GoesWithTheOldJobWhenThatIsClosed) {

@@ -62,6 +62,9 @@ _MOST_SESSIONS = 6
 _INTERRUPTED = "the last call was interrupted; attach() takes the job's weights, and goes on from its step"
 _WITHOUT = ("no parameter of this step() has a gradient, so nothing changes. If there was a backward, the model has other "
             "parameters than this optimizer: create it after what replaces them, such as fully_shard or to_empty")
+_OTHERS = ("the param groups have other parameters than when the optimizer was bound to its job, by attach(), "
+           "load_state_dict() or the first step(): call attach() after what replaces parameters, such as "
+           "accelerator.prepare or fully_shard; it puts the job's weights into them")
 _ALL_FROZEN = "no parameter of this optimizer requires a gradient, so step() changes nothing: see requires_grad_()"
 # How long rank 0 keeps a service of its own for ranks that are behind.
 _LEAVE_SECONDS = 10.0
@@ -382,10 +385,25 @@ class Binding:
             return True
         if self.has(param_groups):
             return any(parameter.requires_grad for parameter in self._untrained)
-        shape_of = {name: parameter.shape for name, parameter in
-                    [*zip(self.names, self.parameters), *self._left_out.items()]}
-        return any(shape_of.get(name, parameter.shape) != parameter.shape for group in param_groups
+        return any(name in self.of_name and self.of_name[name].shape != parameter.shape for group in param_groups
                    for name, parameter in zip(group["param_names"], group["params"]))
+
+    @property
+    def of_name(self) -> dict[str, torch.Tensor]:
+        return dict([*zip(self.names, self.parameters), *self._left_out.items()])
+
+    def check_the_same(self, param_groups: list[dict[str, Any]]) -> None:
+        """FailedPreconditionError if others are in the place of parameters, with their names and shapes."""
+        of_name = self.of_name
+        for group in param_groups:
+            for name, parameter in zip(group["param_names"], group["params"]):
+                if name in of_name and of_name[name] is not parameter and of_name[name].shape == parameter.shape:
+                    raise FailedPreconditionError(_OTHERS)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether gradients were freed that no step has."""
+        return self._lost or (self.stream is not None and self.stream.frees and bool(self.stream.left))
 
     def leave(self) -> None:
         """Before another job is derived from this one. What has left of the step that comes next is taken back: it is
@@ -406,6 +424,10 @@ class Binding:
                 self.stream.take_back()
             self._write_back()
             self._check_untouched(all_of_it=True)
+
+    def lose(self) -> None:
+        """Gradients were freed before this was bound: the next step is made after zero_grad()."""
+        self._lost = True
 
     def _has_failed(self) -> bool:
         self._settle_alone()
@@ -600,10 +622,7 @@ class Binding:
     def _step(self, loss_scale: float, param_groups: list[dict[str, Any]]) -> Decision:
         self.settle()
         if not self.has(param_groups):
-            raise FailedPreconditionError(
-                "the param groups have other parameters than when the optimizer was bound to its job, by attach(), "
-                "load_state_dict() or the first step(): call attach() after what replaces parameters, such as "
-                "accelerator.prepare or fully_shard; it puts the job's weights into them")
+            raise FailedPreconditionError(_OTHERS)
         for number, (then, now) in enumerate(zip(self._made_with, self._hyper_parameters())):
             for name in ("amsgrad", "decoupled_weight_decay"):
                 if getattr(then, name) != getattr(now, name):
@@ -1141,8 +1160,8 @@ def _print_of(gradients: list[torch.Tensor | None]) -> list[tuple[int, ...]] | N
     return prints if any(gradient is not None for gradient in gradients) else None
 
 
-def _identities(param_groups: list[dict[str, Any]]) -> list[int]:
-    return [id(parameter) for group in param_groups for parameter in group["params"]]
+def _identities(param_groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in param_groups]
 
 
 def _close_at_exit(binding: Binding) -> None:

@@ -22,6 +22,9 @@ def of_job(parameter: torch.Tensor) -> bool:
 
 def check_group(group: dict[str, Any]) -> None:
     """What a job can have. ValueError that names what it cannot."""
+    if len(group["param_names"]) != len(group["params"]):
+        raise ValueError(f"a param group has {len(group['params'])} parameters and {len(group['param_names'])} names: change "
+                         "both alike, or make another optimizer")
     for name in ("capturable", "differentiable"):
         if group[name]:
             raise ValueError(f"{name} is not possible: the update is made on the service")

@@ -26,6 +26,7 @@ class Peers:
         self._timeout = timeout
         self._next_listen = 0.0
         self.step: int | None = None  # In which this rank waits for the others.
+        self._changed = 0  # Before this step this rank changes its param groups.
         common = dist.PrefixStore(f"ballast/{job}/{ranks[0]}", dist.distributed_c10d._get_default_store())
         # After a restart of the ranks the store may be the old one, with all that they said before: what is said
         # now has a name of its own.
@@ -78,12 +79,13 @@ class Peers:
             return
         self._next_listen = time.monotonic() + _LISTEN_SECONDS
         self._raise_error()
-        if self.step is not None and self._store.check([f"changed before {self.step}"]):
+        if self.step is not None and self.step != self._changed and self._store.check([f"changed before {self.step}"]):
             raise FailedPreconditionError(f"other ranks have changed their param groups before step {self.step}, and rank "
                                           f"{self.rank} has not: all ranks change them alike")
 
     def change(self, step: int) -> None:
         """Before this step all ranks change their param groups. Waits until all are there."""
+        self._changed = step
         self.meet(f"changed before {step}")
 
     def meet(self, where: str) -> None:

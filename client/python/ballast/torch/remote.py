@@ -285,6 +285,7 @@ class Remote(torch.optim.Optimizer):
         self._release()
 
     def _release(self) -> None:
+        self._before = None
         if self._binding is not None:
             self._binding.close(with_job=True)
             self._binding = None
@@ -293,10 +294,16 @@ class Remote(torch.optim.Optimizer):
     def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None,
                origin: Origin | None = None) -> Binding:
         bound = self._binding
-        if self._is_changed() and checkpoint is None:
+        self._name_again()
+        lost = bound is not None and bound.has_lost
+        if self._is_changed() and checkpoint is None and (attach or not bound.failed):
             for group in self.param_groups:
                 check_group(group)
-            if not (attach or bound.failed):
+            if uneven.is_joined(self._parameters()):
+                raise RuntimeError("param groups cannot change inside ddp.join(), where a rank that has joined does not "
+                                   "know of it: change them before, or after")
+            if not attach:
+                bound.check_the_same(self.param_groups)
                 bound.leave()
             self._before = bound
             bound.close()
@@ -333,14 +340,33 @@ class Remote(torch.optim.Optimizer):
                 attach=attach or derives or resume is not None, checkpoint=checkpoint, moments=self._moments,
                 derive=origin, trained=self._trained, changed=self._is_changed, write_back=self._write_back,
                 kept=self._kept, logged=self._logged, **self._settings)
-            self._moments, self._kept.begun, self._before = None, False, None
+            before, self._before = self._before, None
+            self._moments, self._kept.begun = None, False
             owners.register(self, self._binding.parameters, _job_of)
-            self._know_trained(is_new=not attach and not derives and resume is None, goes_on=derives)
+            if lost:
+                self._binding.lose()
+            self._know_trained(is_new=not attach and not derives and resume is None, before=before)
             self._tell_step()
         return self._binding
 
     def _is_changed(self) -> bool:
         return self._binding is not None and self._binding.has_others(self.param_groups)
+
+    def _name_again(self) -> None:
+        """Where other code has changed a group's list of parameters: each that the job knows keeps its name."""
+        bound = self._binding or self._before
+        if bound is None or bound.has(self.param_groups):
+            return
+        known = {id(parameter): name for name, parameter in bound.of_name.items()}
+        kept = {known[id(parameter)] for parameter in self._parameters() if id(parameter) in known}
+        for group in self.param_groups:
+            names = list(group["param_names"])
+            fits, group["param_names"] = len(names) == len(group["params"]), []
+            for place, parameter in enumerate(group["params"]):
+                name = known.get(id(parameter), names[place] if fits and names[place] not in kept else None)
+                if name is None:
+                    name, self._numbered = f"param.{self._numbered}", self._numbered + 1
+                group["param_names"].append(name)
 
     def _name_by_module(self) -> None:
         """Parameters that were given without names, as the module has them, or a DistributedDataParallel, if one is
@@ -360,15 +386,20 @@ class Remote(torch.optim.Optimizer):
             return next(iter(living_with(parameters)), None)
         return self.module
 
-    def _know_trained(self, is_new: bool, goes_on: bool) -> None:
-        job, before, offsets = self._binding.session.job, self._trained, self._offsets
+    def _know_trained(self, is_new: bool, before: Binding | None) -> None:
+        """before: of the job from which that of this one is derived, if it is."""
+        job, offsets = self._binding.session.job, {}
+        if before is not None:
+            offsets = {(name, parameter.shape): self._offsets.get(id(parameter), 0)
+                       for name, parameter in zip(before.names, before.parameters) if id(parameter) in self._trained}
         index_of = {id(parameter): index for index, parameter in enumerate(self._binding.parameters)
                     if not job.parameters[index].frozen}
         self._trained = {id(parameter): (index_of[id(parameter)], _planes_of(group))
                          for group in self.param_groups for parameter in group["params"] if id(parameter) in index_of}
         self._offsets = {}
-        if goes_on:
-            self._offsets = {of: offsets.get(of, 0 if of in before else self._binding.step_count) for of in self._trained}
+        if before is not None:
+            self._offsets = {id(parameter): offsets.get((name, parameter.shape), self._binding.step_count)
+                             for name, parameter in zip(self._binding.names, self._binding.parameters)}
         for parameter in self._binding.parameters:
             state = self.state.get(parameter)
             if is_new and type(state) is ParameterState and any(plane in dict.keys(state) for plane in _PLANES):
@@ -540,6 +571,11 @@ class Remote(torch.optim.Optimizer):
         the service, one parameter at a time."""
         dcp.load_without_ours()
         self._fill_state()
+        if self._is_changed():  # Else the state is of a job that has not all of it.
+            if self._binding.peers is not None:
+                raise FailedPreconditionError("the param groups were changed since the last step(): call step(), or attach() "
+                                              "on all ranks, before state_dict()")
+            self._bound(new=True)
         if self._binding is not None:
             self._binding.settle_to_save()  # Else the state is of a step that may never be.
             if self._binding.peers is None:
@@ -608,7 +644,7 @@ class Remote(torch.optim.Optimizer):
         own = {name for of_group in names for name in of_group}
         for group, of_group in zip(self.param_groups, names):
             # torch has put the state's names there, as if its parameters were in this order.
-            if not uid or own.issuperset(group["param_names"]):
+            if bound is not None or not uid or own.issuperset(group["param_names"]):
                 group["param_names"] = of_group
             if not uid:
                 group.update(job_uid="", job_step=0)

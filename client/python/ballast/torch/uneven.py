@@ -74,6 +74,11 @@ def call(parameters: Iterable[torch.Tensor], call_of: Callable[[], Call], gradie
                 dist.send(flat.to(join._device), dist.get_global_rank(group or dist.group.WORLD, rank), group=group)
 
 
+def is_joined(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether ranks with these parameters may have joined."""
+    return _join_of(parameters)[0] is not None
+
+
 def _present(told: float, ranks: int) -> int:
     """How many ranks are in a call of an optimizer; 0: none."""
     present, others = divmod(int(told), ranks + 1)
