@@ -260,7 +260,8 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
     BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<JobImpl> origin, OriginOf(*job));
     std::map<std::string, Entry>& entries = origin == nullptr ? jobs : successors;
     auto found = entries.find(name);
-    if (found != entries.end() && found->second.takes_place) {
+    const auto successor = successors.find(name);
+    if (successor != successors.end() && successor->second.takes_place) {
       return WithReason(
           absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
           reason::kJobBeingCreated);
