@@ -59,6 +59,7 @@ JobRecord SomeRecord() {
                       .trainer_state = "state",
                       .history = {},
                       .resumed_uid = "resumed",
+                      .ancestors = {"parent", "grandparent"},
                       .previous = PreviousState{.committed_step = 6,
                                                 .applied = true,
                                                 .hyper_parameters = {{.lr = 1}, {}},
@@ -106,8 +107,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2026u);
-  EXPECT_EQ(HashOf(bytes), "d09c69406ef8321571ba2166a27302b149c0e7229996f98d2e1c9518f8076ec1");
+  EXPECT_EQ(bytes.size(), 2067u);
+  EXPECT_EQ(HashOf(bytes), "90505245ad780627d126d5848f791ee0330e1a35ce3ad96d7e064c94c49d00ff");
 }
 
 }  // namespace
