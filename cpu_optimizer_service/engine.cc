@@ -337,8 +337,8 @@ void Engine::Impl::TakePlace(std::shared_ptr<JobImpl> derived,
   {
     MutexLock lock(mutex);
     const auto found = successors.find(name);
-    // It has come to nothing meanwhile, and is closed by whoever said so.
     const auto now = jobs.find(name);
+    // It has come to nothing meanwhile, and is closed by whoever said so; or this is under way.
     if (found == successors.end() || found->second.job != derived || found->second.takes_place ||
         now == jobs.end()) {
       return done(absl::AbortedError(absl::StrCat("job ", name, " was derived again, or closed")));

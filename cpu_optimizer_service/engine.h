@@ -68,11 +68,11 @@ class Engine {
   }
   // With a derivation the job goes on from another one's state, or from a checkpoint's. One that takes
   // another one's place does so when it has all its first weights, and is found by its uid alone until
-  // then. The old one is given its memory, and both are there meanwhile. If the old one gets another
-  // state, or a rank of it is taken, before, the new one is closed. Another derivation of the same job
-  // takes the place of one that has not come to its end.
+  // then. Both are there meanwhile, with the memory of both. If the old one gets another state, or a
+  // rank of it is taken, before, the new one is closed. Another derivation of the same job takes the
+  // place of one that has not come to its end.
   // NOT_FOUND: no job of that name and uid. FAILED_PRECONDITION: it has a step in progress, or no
-  // weights; amsgrad differs.
+  // weights; amsgrad differs; no parameter keeps anything.
   void CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done);
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec, Derivation derivation = {});
   // Takes over what an earlier process left in named memory, before anything else is called. What

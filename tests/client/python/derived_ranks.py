@@ -7,11 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ballast
 import ballast.torch
-from torch_ranks import backward, ddp, model_of
-
-
-def _whole(tensor):
-    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+from torch_ranks import backward, ddp, end_of, model_of
 
 
 def _optimizer(kind, named, service, job, **options):
@@ -36,22 +32,23 @@ def like_torch(rank, world_size, service, job, sharded, **options):
                 optimizer.add_param_group({"params": added if kind is ballast.torch.AdamW else [p for _, p in added]})
             backward(parallel, step, rank)
             optimizer.step()
-        if kind is ballast.torch.AdamW:
-            optimizer.wait_for_weights()
-        ends.append([_whole(parameter) for parameter in model.parameters()])
-        if kind is ballast.torch.AdamW:
-            optimizer.close()
+        ends.append(end_of(model, optimizer))
     return max((one - other).abs().max().item() for one, other in zip(*ends))
+
+
+def _begun(rank, service, job):
+    """A step of the first parameter."""
+    model = model_of()
+    parallel, named = ddp(model), list(model.named_parameters())
+    optimizer = _optimizer(ballast.torch.AdamW, named[:1], service, job)
+    backward(parallel, 0, rank)
+    optimizer.step()
+    return parallel, named, optimizer
 
 
 def one_does_not(rank, world_size, service, job):
     """Rank 0 alone adds a group. What each is told."""
-    model = model_of()
-    parallel = ddp(model)
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    optimizer = _optimizer(ballast.torch.AdamW, named[:1], service, job)
-    backward(parallel, 0, rank)
-    optimizer.step()
+    parallel, named, optimizer = _begun(rank, service, job)
     if rank == 0:
         optimizer.add_param_group({"params": named[1:]})
     try:
@@ -63,12 +60,7 @@ def one_does_not(rank, world_size, service, job):
 
 def after_a_failure(rank, world_size, service, job):
     """First weights that cannot be; then others. The job's step at the end."""
-    model = model_of()
-    parallel = ddp(model)
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    optimizer = _optimizer(ballast.torch.AdamW, named[:1], service, job)
-    backward(parallel, 0, rank)
-    optimizer.step()
+    parallel, named, optimizer = _begun(rank, service, job)
     bad = torch.nn.Parameter(torch.full((3000,), float("nan")))
     optimizer.add_param_group({"params": [("bad", bad)]})
     try:

@@ -22,6 +22,16 @@ def model_of(width=3):
     return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
 
 
+def end_of(model, optimizer):
+    """The weights, whole, of a training that is over."""
+    if isinstance(optimizer, ballast.torch.AdamW):
+        optimizer.wait_for_weights()
+    weights = [getattr(parameter, "full_tensor", lambda: parameter)().detach().clone() for parameter in model.parameters()]
+    if isinstance(optimizer, ballast.torch.AdamW):
+        optimizer.close()
+    return weights
+
+
 def backward(model, step, rank):
     torch.manual_seed(100 * step + rank)
     model(torch.randn(5, 4)).square().mean().backward()

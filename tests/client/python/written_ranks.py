@@ -7,11 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ballast
 import ballast.torch
-from torch_ranks import backward, ddp, model_of
-
-
-def _whole(tensor):
-    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+from torch_ranks import backward, ddp, end_of, model_of
 
 
 def like_torch(rank, world_size, service, job, sharded, **options):
@@ -44,11 +40,7 @@ def like_torch(rank, world_size, service, job, sharded, **options):
             optimizer.zero_grad()
             backward(parallel, step, rank)
             optimizer.step()
-        if kind is ballast.torch.AdamW:
-            optimizer.wait_for_weights()
-        ends.append([_whole(parameter) for parameter in model.parameters()])
-        if kind is ballast.torch.AdamW:
-            optimizer.close()
+        ends.append(end_of(model, optimizer))
     return max((one - other).abs().max().item() for one, other in zip(*ends))
 
 
