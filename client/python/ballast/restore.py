@@ -70,13 +70,16 @@ class Origin:
         if self.uid:
             # An earlier try had come to its end, unnoticed.
             return Origin(now["uid"]) if begun and self.uid in now["ancestors"] else self
-        uid = now["uid"] if begun else ""
+        saved = []
         if checkpoint is not None and is_one(checkpoint):
-            found = _must_be_there(client, checkpoint)
+            saved = _must_be_there(client, checkpoint)
             if begun:
-                _refuse_another_begin(now, found, checkpoint)
-            return Origin(uid, "" if begun else checkpoint)
-        return Origin(uid) if begun else Origin("", checkpoint) if checkpoint and _checkpoints(client, checkpoint) else self
+                _refuse_another_begin(now, saved, checkpoint)
+        elif checkpoint is not None and not begun:
+            saved = _checkpoints(client, checkpoint)
+        if begun:
+            return Origin(now["uid"])
+        return Origin("", checkpoint) if saved else self
 
 
 def is_one(name: str) -> bool:
