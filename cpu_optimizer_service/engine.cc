@@ -55,6 +55,12 @@ absl::Status RestartingError() {
       reason::kRestarting);
 }
 
+absl::Status BeingDerived(const std::string& name) {
+  return WithReason(
+      absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
+      reason::kJobBeingCreated);
+}
+
 std::string MakeInstanceId() {
   std::random_device random;
   return absl::StrCat(absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
@@ -262,9 +268,7 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
     auto found = entries.find(name);
     const auto successor = successors.find(name);
     if (successor != successors.end() && successor->second.takes_place) {
-      return WithReason(
-          absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
-          reason::kJobBeingCreated);
+      return BeingDerived(name);
     }
     if (found != entries.end() && origin != nullptr && found->second.ready &&
         !IsSame(*found->second.job, *job)) {
@@ -571,9 +575,7 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindDerived(const std::string& name
     const auto found = entries->find(name);
     if (found == entries->end() || found->second.job->derivation().uid != from_uid) continue;
     if (found->second.ready) return found->second.job;
-    return WithReason(
-        absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
-        reason::kJobBeingCreated);
+    return BeingDerived(name);
   }
   return WithReason(absl::NotFoundError(absl::StrCat(
                         "no job ", name, " is derived from the one with uid ", from_uid)),

@@ -84,15 +84,13 @@ absl::Status JobImpl::Inherit(JobImpl& origin) {
   std::move(stop_reading).Invoke();
   BALLAST_RETURN_IF_ERROR(inherited);
   history_.GoOnFrom(origin.history_);
-  std::vector<std::string> groups;
-  for (const GroupSpec& group : origin.spec().groups) groups.push_back(group.name);
   MutexLock lock(mutex_);
   origin_moves_ = lent.moves;
   save_schedule_ = lent.save_schedule;
   record_.resumed_uid = lent.resumed_uid;
   record_.ancestors = std::move(lent.ancestors);
   record_.history = std::move(lent.history);
-  for (StepRecord& step : record_.history.recent_steps) step = WithGroups(step, groups);
+  for (StepRecord& step : record_.history.recent_steps) step = WithGroups(step, lent.index.groups);
   return absl::OkStatus();
 }
 
@@ -139,10 +137,9 @@ absl::Status JobImpl::Inherit(const CheckpointIndex& index, const ReadPlane& rea
     for (const absl::Status& each : read_chunks) BALLAST_RETURN_IF_ERROR(each);
   }
   MutexLock lock(mutex_);
-  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-    const auto pieces = layout_.Pieces(chunk);
-    if (std::all_of(pieces.begin(), pieces.end(),
-                    [&](const ChunkPiece& piece) { return inherited_[piece.parameter]; })) {
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (std::ranges::all_of(layout_.Pieces(chunk),
+                            [&](const ChunkPiece& piece) { return inherited_[piece.parameter]; })) {
       first_weights_.Inherit(chunk);
     }
   }

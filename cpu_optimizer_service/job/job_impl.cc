@@ -435,7 +435,8 @@ void JobImpl::CloseNow(const std::string& why, Done<bool> done) {
   RaiseGeneration(why, [this, self = Self(), done = std::move(done)]()
                            ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                              gate_.Close();
-                             // After this flip a later process finds no job, so that memory may go part by part.
+                             // After this flip a later process finds no job, so that memory may
+                             // go part by part.
                              record_.closed = true;
                              try {
                                Keep();

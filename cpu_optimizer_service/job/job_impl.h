@@ -531,8 +531,9 @@ class JobImpl : public Job {
   // ---- job_load.cc
   absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
-  // Of a job whose groups have these names: with the groups in this job's order.
-  StepRecord WithGroups(const StepRecord& record, absl::Span<const std::string> groups) const;
+  // Of a job that has, or had, these groups: with the groups in this job's order.
+  StepRecord WithGroups(const StepRecord& record,
+                        absl::Span<const CheckpointIndex::Group> groups) const;
   // All that is small, as the index has it: of the parameters and groups that this job has, too.
   void TakeRecord(const CheckpointIndex& index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;

@@ -85,7 +85,8 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
   return status;
 }
 
-StepRecord JobImpl::WithGroups(const StepRecord& of, absl::Span<const std::string> groups) const {
+StepRecord JobImpl::WithGroups(const StepRecord& of,
+                               absl::Span<const CheckpointIndex::Group> groups) const {
   StepRecord record = of;
   // They may be in another order, and some that the job has not.
   const auto of_job = [&](const auto& theirs, const auto& otherwise, auto& values) {
@@ -93,7 +94,7 @@ StepRecord JobImpl::WithGroups(const StepRecord& of, absl::Span<const std::strin
     values.assign(layout_.group_count(), otherwise);
     for (int group = 0; group < layout_.group_count(); ++group) {
       for (size_t i = 0; i < groups.size(); ++i) {
-        if (groups[i] == spec().groups[group].name) values[group] = theirs[i];
+        if (groups[i].name == spec().groups[group].name) values[group] = theirs[i];
       }
     }
   };
@@ -277,9 +278,7 @@ void JobImpl::TakeRecord(const CheckpointIndex& index) {
   history_.Clear();
   record_.history.Replace(nullptr);
   if (index.last_step.has_value()) {
-    std::vector<std::string> groups;
-    for (const CheckpointIndex::Group& group : index.groups) groups.push_back(group.name);
-    const StepRecord last = WithGroups(*index.last_step, groups);
+    const StepRecord last = WithGroups(*index.last_step, index.groups);
     record_.history.Replace(&last);
     history_.AddEarlier(last);
   }

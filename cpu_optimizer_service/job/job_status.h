@@ -103,8 +103,8 @@ struct JobStatus {
   std::string speculation_refused;  // Why a job that was to speculate waits; empty: it does not.
   std::string trainer_state;        // Of the last committed step.
   std::string resumed_uid;          // Of the job whose checkpoint was loaded last; empty: none.
-  std::vector<std::string>
-      ancestors;  // Of a derived job: the uids of those it goes on from, last first.
+  // Of a derived job: the uids of those that it goes on from, the last first.
+  std::vector<std::string> ancestors;
   MemoryNeed memory;
   int64_t accumulators_in_use = 0;
   int64_t rank_memory_bytes = 0;                   // Given to ranks, now; beside `memory`.

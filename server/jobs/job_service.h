@@ -25,8 +25,8 @@ using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
                                 v1::JobService::WithRawCallbackMethod_GetHistory<
                                     v1::JobService::Service>>>>>>>>>>;
 
-// Thread-safe. The engine, the access, the pools, the paths and the server of shared memory outlive its calls. The methods
-// only start a call (unary_call.h); its work is done in a pool.
+// Thread-safe. The engine, the access, the pools, the paths and the server of shared memory outlive its
+// calls. The methods only start a call (unary_call.h); its work is done in a pool.
 class JobService final : public JobServiceBase {
  public:
   // `shared_memory_server` is null if no memory is shared with workers.

@@ -57,8 +57,6 @@ class StateService final : public StateServiceBase {
   void Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request);
   void Save(UnaryCall& call, const v1::SaveJobRequest& request);
   void Load(UnaryCall& call, const v1::LoadJobRequest& request);
-  // `directory` as a call of this caller gives it; the folder of a name is the job's of that name,
-  // whether there is one now or not.
   void List(UnaryCall& call, const v1::ListCheckpointsRequest& request);
   void Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request);
   void Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request);

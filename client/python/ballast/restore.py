@@ -20,15 +20,15 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
     been started again, and know only what was saved. Then it loads its own checkpoint of that step of that job, which
     it made when the state was taken (`Binding.save`). A job that has nothing to do with the state is left alone: the
     session of that uid then fails."""
-    now = next((other for other in client.jobs() if other["name"] == job.name), None)
-    if now is not None and (now["uid"], now["committed_step"]) == (uid, step) and now["phase"] != "awaiting_weights":
+    now = _found(client, job.name)
+    begun = _has_weights(now)
+    if begun and (now["uid"], now["committed_step"]) == (uid, step):
         return uid
-    ours = (now is None or now["phase"] == "awaiting_weights" or
-            uid in (now["uid"], now["resumed_uid"], *now["ancestors"]))
+    ours = not begun or uid in (now["uid"], now["resumed_uid"], *now["ancestors"])
     saved = [found for found in _checkpoints(client, job.name) if found["uid"] == uid] if ours else []
     of_step = next((found for found in saved if found["step"] == step and not found["problem"]), None)
     if of_step is None:
-        if or_nothing and (now is None or now["phase"] == "awaiting_weights"):
+        if or_nothing and not begun:
             return ""
         if now is None:
             raise NotFoundError(_nothing_of(client, job.name, uid, step))
@@ -38,7 +38,7 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
         raise FailedPreconditionError(
             f"job {job.name} is at step {now['committed_step']}, the state that was loaded at step {step}, and the "
             f"service has no checkpoint of that step (it has: {steps}); load a state of one of these steps")
-    if now is not None and now["phase"] != "awaiting_weights":
+    if begun:
         if uid not in now["ancestors"]:
             client.load(job.name, of_step["name"])
             return now["uid"]
@@ -65,8 +65,8 @@ class Origin:
     def found(self, client: Client, job: str, checkpoint: str | None) -> Origin:
         """Called by one rank before any has a session: this one, as it is on the service now. If this is empty: what is
         there, of a job of that name, or of a checkpoint."""
-        now = next((other for other in client.jobs() if other["name"] == job), None)
-        begun = now is not None and now["phase"] != "awaiting_weights"
+        now = _found(client, job)
+        begun = _has_weights(now)
         if self.uid:
             # An earlier try had come to its end, unnoticed.
             return Origin(now["uid"]) if begun and self.uid in now["ancestors"] else self
@@ -82,6 +82,15 @@ class Origin:
         return Origin("", checkpoint) if saved else self
 
 
+def _found(client: Client, job: str) -> dict[str, Any] | None:
+    """The job of that name, as it is on the service now."""
+    return next((other for other in client.jobs() if other["name"] == job), None)
+
+
+def _has_weights(now: dict[str, Any] | None) -> bool:
+    return now is not None and now["phase"] != "awaiting_weights"
+
+
 def is_one(name: str) -> bool:
     """Whether the name is of one checkpoint, and not of a job, of whose checkpoints the newest is meant."""
     return "/step-" in name
@@ -94,8 +103,8 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
     checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun
     with it."""
     one = is_one(name)
-    now = next((other for other in client.jobs() if other["name"] == job.name), None)
-    begun = now is not None and now["phase"] != "awaiting_weights"
+    now = _found(client, job.name)
+    begun = _has_weights(now)
     if begun and not one:
         return
     found = _must_be_there(client, name) if one else _checkpoints(client, name)
@@ -146,8 +155,8 @@ def _nothing_of(client: Client, job: str, uid: str, step: int) -> str:
 def refuse_a_begun_one(client: Client, job: str) -> None:
     """Called by one rank before any has a session, which would take the ranks from a run that trains the job now:
     FailedPreconditionError if the job has weights."""
-    now = next((other for other in client.jobs() if other["name"] == job), None)
-    if now is not None and now["phase"] != "awaiting_weights":
+    now = _found(client, job)
+    if _has_weights(now):
         raise FailedPreconditionError(begun_already(job, now["committed_step"]))
 
 
@@ -159,8 +168,8 @@ def begun_already(job: str, step: int) -> str:
 def may_begin(client: Client, job: str, or_go_on: bool) -> bool:
     """Called by one rank before any has a session: whether the job has no weights yet. or_go_on: that it has some
     is no error."""
-    now = next((other for other in client.jobs() if other["name"] == job), None)
-    if now is None or now["phase"] == "awaiting_weights":
+    now = _found(client, job)
+    if not _has_weights(now):
         return True
     if or_go_on:
         return False
@@ -171,8 +180,7 @@ def may_begin(client: Client, job: str, or_go_on: bool) -> bool:
 
 def awaits_weights(client: Client, job: str) -> bool:
     """Whether the job has no weights yet, or is not there."""
-    now = next((other for other in client.jobs() if other["name"] == job), None)
-    return now is None or now["phase"] == "awaiting_weights"
+    return not _has_weights(_found(client, job))
 
 
 def _checkpoints(client: Client, job: str) -> list[dict[str, Any]]:

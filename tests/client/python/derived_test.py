@@ -15,15 +15,32 @@ import ballast.torch
 _MODES = ({}, {"overlap": True}, {"overlap": True, "overlap_weights": True})
 
 
+def unfrozen(model):
+    return [(name, parameter) for name, parameter in model.named_parameters() if name != "frozen"]
+
+
 def parts_of(model):
     """By name, in two."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if name != "frozen"]
+    named = unfrozen(model)
     return named[:2], named[2:]
 
 
 def bare(params):
     """Without names."""
     return [dict(part, params=[p for _, p in part["params"]]) if isinstance(part, dict) else part[1] for part in params]
+
+
+def add(optimizer, named, **options):
+    """A group. torch refuses names where the other groups have none."""
+    ours = isinstance(optimizer, ballast.torch.AdamW)
+    optimizer.add_param_group({"params": named if ours else bare(named), **options})
+
+
+def train(model, optimizer, *steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
 
 
 class DerivedTest(unittest.TestCase):
@@ -91,8 +108,7 @@ class DerivedTest(unittest.TestCase):
     def test_a_group_that_is_added(self):
         def change(optimizer, model, step):
             if step == 2:
-                optimizer.add_param_group({"params": parts_of(model)[1] if "job_uid" in optimizer.defaults else
-                                           [p for _, p in parts_of(model)[1]], "lr": 0.02, "weight_decay": 0.1})
+                add(optimizer, parts_of(model)[1], lr=0.02, weight_decay=0.1)
 
         self.like_torch(change, lambda model: parts_of(model)[0])
         self.like_torch(change, lambda model: parts_of(model)[0], modes=_MODES[:2], clip=0.1)
@@ -100,9 +116,7 @@ class DerivedTest(unittest.TestCase):
     def test_several_that_are_added_one_after_the_other(self):
         def change(optimizer, model, step):
             if step in (1, 3, 4):
-                name, parameter = names(model)[{1: 1, 3: 2, 4: 3}[step]]
-                optimizer.add_param_group({"params": [(name, parameter)] if "job_uid" in optimizer.defaults else
-                                           [parameter]})
+                add(optimizer, [names(model)[{1: 1, 3: 2, 4: 3}[step]]])
 
         self.like_torch(change, lambda model: names(model)[:1], derived=3)
 
@@ -110,8 +124,7 @@ class DerivedTest(unittest.TestCase):
         """Its gradients are there, and those of the others have left."""
         def change(optimizer, model, step):
             if step == 2:
-                optimizer.add_param_group({"params": parts_of(model)[1] if "job_uid" in optimizer.defaults else
-                                           [p for _, p in parts_of(model)[1]]})
+                add(optimizer, parts_of(model)[1])
 
         self.like_torch(change, lambda model: parts_of(model)[0], after_backward=True)
 
@@ -119,7 +132,7 @@ class DerivedTest(unittest.TestCase):
         def frozen(model):
             for name, parameter in parts_of(model)[1]:
                 parameter.requires_grad_(False)
-            return [(name, p) for name, p in model.named_parameters() if name != "frozen"]
+            return unfrozen(model)
 
         def change(optimizer, model, step):
             if step == 2:
@@ -142,7 +155,7 @@ class DerivedTest(unittest.TestCase):
         def begin(model):
             for _, parameter in parts_of(model)[1]:
                 parameter.requires_grad_(False)
-            return [(name, p) for name, p in model.named_parameters() if name != "frozen"]
+            return unfrozen(model)
 
         self.like_torch(change, begin)
 
@@ -186,15 +199,13 @@ class DerivedTest(unittest.TestCase):
         torch.manual_seed(0)
         model = Model()
         reference = copy.deepcopy(model)
-        ours = ballast.torch.AdamW([p for _, p in parts_of(model)[0]], lr=0.01)
-        theirs = torch.optim.AdamW([p for _, p in parts_of(reference)[0]], lr=0.01)
+        ours = ballast.torch.AdamW(bare(parts_of(model)[0]), lr=0.01)
+        theirs = torch.optim.AdamW(bare(parts_of(reference)[0]), lr=0.01)
         for step in range(5):
             for each, optimizer in ((model, ours), (reference, theirs)):
                 if step == 2:
-                    optimizer.add_param_group({"params": [p for _, p in parts_of(each)[1]]})
-                optimizer.zero_grad()
-                loss_of(each, batch(step)).backward()
-                optimizer.step()
+                    optimizer.add_param_group({"params": bare(parts_of(each)[1])})
+                train(each, optimizer, step)
         self.assertLess(furthest(model, reference), TOLERANCE)
         self.assertEqual(len(ballast.Client(ours._binding._kept.service.address).jobs()), 1)
         state = ours.state_dict()  # With its moments: a new job begins with it.
@@ -244,9 +255,7 @@ class DerivedTest(unittest.TestCase):
                 ours.add_param_group({"params": parts_of(model)[1]})
             if step == 4:
                 state, weights = copy.deepcopy(ours.state_dict()), copy.deepcopy(model.state_dict())
-            ours.zero_grad()
-            loss_of(model, batch(step)).backward()
-            ours.step()
+            train(model, ours, step)
         ours.close(job=True)
         again = Model()
         again.load_state_dict(weights)
@@ -261,10 +270,7 @@ class DerivedTest(unittest.TestCase):
     def test_a_checkpoint_is_gone_on_from_with_other_parameters(self):
         model = Model()
         ours = self.ours(model, parts_of(model)[0], "other-parameters")
-        for step in range(2):
-            ours.zero_grad()
-            loss_of(model, batch(step)).backward()
-            ours.step()
+        train(model, ours, 0, 1)
         moments = ours.state[parts_of(model)[0][0][1]]["exp_avg"].clone()
         ours.close(save=True)
         again = Model()
@@ -323,7 +329,7 @@ class DerivedTest(unittest.TestCase):
         loss_of(model, batch(0)).backward()
         ours.step()
         other = copy.deepcopy(model)
-        ours.param_groups[0]["params"] = [p for _, p in names(other)]
+        ours.param_groups[0]["params"] = bare(names(other))
         loss_of(other, batch(1)).backward()
         with self.assertRaises(ballast.FailedPreconditionError):
             ours.step()
@@ -359,6 +365,14 @@ class DerivedTest(unittest.TestCase):
         sum(model(torch.ones(1, 3)).sum() for model in models).backward()
         optimizer.step()
 
+    def begun(self, name, **options):
+        """Three layers, all their parameters, and an optimizer of the first one's, which has made a step."""
+        models = self.linears()
+        named = list(models.named_parameters())
+        ours = self.ours(models, named[:2], name, **options)
+        self.step(models, ours)
+        return models, named, ours
+
     def test_a_list_of_parameters_that_is_changed_in_place(self):
         models = self.linears()
         ours = self.ours(models, list(models.named_parameters()), "in-place")
@@ -392,10 +406,7 @@ class DerivedTest(unittest.TestCase):
             ours.close(job=True)
 
     def test_a_session_that_has_ended_derives_nothing_by_itself(self):
-        models = self.linears()
-        named = list(models.named_parameters())
-        ours = self.ours(models, named[:2], "ended")
-        self.step(models, ours)
+        models, named, ours = self.begun("ended")
         other = self.ours(models, named[:2], "ended")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -409,11 +420,8 @@ class DerivedTest(unittest.TestCase):
         other.close(job=True)
 
     def test_freed_gradients_are_missed_after_attach_too(self):
-        models = self.linears()
-        named = list(models.named_parameters())
-        ours = self.ours(models, named[:2], "missed", overlap=True, accumulation_steps=1)
-        for _ in range(2):
-            self.step(models, ours)
+        models, named, ours = self.begun("missed", overlap=True, accumulation_steps=1)
+        self.step(models, ours)
         ours.zero_grad()
         sum(model(torch.ones(1, 3)).sum() for model in models).backward()
         ours.add_param_group({"params": named[2:]})
@@ -424,10 +432,7 @@ class DerivedTest(unittest.TestCase):
         ours.close(job=True)
 
     def test_a_checkpoint_that_is_named_begins_once(self):
-        models = self.linears()
-        named = list(models.named_parameters())
-        ours = self.ours(models, named[:2], "begins-once")
-        self.step(models, ours)
+        models, named, ours = self.begun("begins-once")
         ours.close(save=True)
         for expected in (1, 2):
             ours = self.ours(models, named, "begins-once")
@@ -446,10 +451,7 @@ class DerivedTest(unittest.TestCase):
             self.client.close_job(job, force=True)
 
     def test_a_state_from_before_is_gone_on_from_beside_the_derived_job(self):
-        models = self.linears()
-        named = list(models.named_parameters())
-        ours = self.ours(models, named[:2], "from-before")
-        self.step(models, ours)
+        models, named, ours = self.begun("from-before")
         state = copy.deepcopy(ours.state_dict())
         for end in (4, 6):
             ours.add_param_group({"params": named[end - 2:end]})
@@ -462,10 +464,7 @@ class DerivedTest(unittest.TestCase):
         again.close(job=True)
 
     def test_a_state_between_a_change_and_the_next_step(self):
-        models = self.linears()
-        named = list(models.named_parameters())
-        ours = self.ours(models, named[:2], "between")
-        self.step(models, ours)
+        models, named, ours = self.begun("between")
         ours.add_param_group({"params": named[2:]})
         state = copy.deepcopy(ours.state_dict())
         ours.close()
@@ -475,10 +474,7 @@ class DerivedTest(unittest.TestCase):
         again.close(job=True)
 
     def test_others_in_the_place_of_parameters_are_named_beside_a_change(self):
-        models = self.linears()
-        named = list(models.named_parameters())
-        ours = self.ours(models, named[:2], "beside")
-        self.step(models, ours)
+        models, named, ours = self.begun("beside")
         ours.param_groups[0]["params"][0] = torch.nn.Parameter(torch.full((3, 3), 7.0))
         ours.add_param_group({"params": named[2:]})
         with self.assertRaises(ballast.FailedPreconditionError):
