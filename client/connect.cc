@@ -17,7 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
 #include "client/transport/connection.h"
 #include "client/transport/handshake.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -32,6 +32,8 @@ namespace {
 constexpr int kKeepaliveIntervalMs = 20'000;
 constexpr int kKeepaliveTimeoutMs = 20'000;
 constexpr int kReconnectMs = 1'000;
+// As long as a Connection's attempts go on side by side.
+constexpr int kAttemptMs = 8'000;
 // Connecting is waited for in pieces of this length, so that time in which this process did not
 // run, on a machine that was paused, counts as one of them, and does not use up the limit.
 constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
@@ -99,6 +101,9 @@ grpc::ChannelArguments ServiceChannelArguments() {
   // again with others (client/transport/connection.h).
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kReconnectMs);
+  // What is misnamed so bounds an attempt to connect, 20 seconds by default. A call waits for the
+  // attempt that it causes when its connection has just been lost.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kAttemptMs);
   // Each channel has its own connection, also when a process has several ranks.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return arguments;

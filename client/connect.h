@@ -3,10 +3,10 @@
 //   auto channel = client::Connect("127.0.0.1:7070").value();  // Or "unix:/run/ballast.sock".
 //   client::Connect("host:7070", absl::Seconds(10), {.tls_ca = "ca.pem", .token_file = "token"});
 //
-// A service that no longer answers (a dead host, a stopped process) ends the calls of its channel
-// with UNAVAILABLE after at most 40 seconds: 20 without a byte from it, then 20 for a ping. One
-// exception is a write that a stopped process leaves in the kernel. Over TCP the kernel drops it
-// after the same time; over a unix socket it stays until the process continues or dies.
+// If a service hangs or its host is dead, the channel's calls end with UNAVAILABLE after at most 40
+// seconds: 20 without a byte from it, then 20 for a ping. One exception is a write that a stopped
+// process leaves in the kernel. Over TCP the kernel drops it after the same time. Over a unix
+// socket it stays until the process continues or ends.
 #ifndef BALLAST_CLIENT_CONNECT_H_
 #define BALLAST_CLIENT_CONNECT_H_
 
@@ -23,22 +23,22 @@
 
 namespace ballast::client {
 
-// A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if `target` is neither;
-// UNAVAILABLE if nothing answers within `timeout`, of which half a second at most passes while this
-// process does not run; and soon, where certificates are why there is no connection.
-// INVALID_ARGUMENT: the credentials, as MakeChannelCredentials.
+// A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if `target` is neither, or if
+// the credentials are wrong, as in MakeChannelCredentials. UNAVAILABLE if the service does not
+// answer within `timeout`, or soon, if certificates prevent the connection. If this process is
+// suspended, at most half a second of that counts.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(
     const std::string& target, absl::Duration timeout = absl::Seconds(10),
     const Credentials& credentials = OrEnvironment({}));
 
-// For every channel to a service, in-process ones included.
+// For every channel to a service, including in-process ones.
 grpc::ChannelArguments ServiceChannelArguments();
 
 // INVALID_ARGUMENT unless `address` is "host:port", "[IPv6]:port" or "unix:/path".
 absl::Status CheckAddress(const std::string& address);
 
-// A channel that connects when it is first used. Calls on it fail at once if no service answers.
-// INVALID_ARGUMENT: the credentials.
+// A channel that connects at its first use. Calls fail at once if no service answers.
+// INVALID_ARGUMENT: the credentials are wrong.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(
     const std::string& target, const Credentials& credentials = OrEnvironment({}));
 

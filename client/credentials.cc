@@ -86,7 +86,7 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeChannelCredentials
   }
   if (!credentials.tls_cert.empty() && credentials.tls_ca.empty()) {
     return absl::InvalidArgumentError(
-        "--tls-cert is for TLS: say with --tls-ca which authority has signed the service's "
+        "--tls-cert needs TLS: give with --tls-ca the authority that signed the service's "
         "certificate");
   }
   std::shared_ptr<grpc::ChannelCredentials> channel;
@@ -99,8 +99,8 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeChannelCredentials
   // Over plain TCP anybody on the way could read the token, and use it.
   if (channel == nullptr && !is_unix) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a token is sent over TLS or a unix socket only, and ", target,
-                     " is neither: give --tls-ca, or no --token-file"));
+        absl::StrCat("a token is sent only over TLS or a unix socket, and ", target,
+                     " is neither: give --tls-ca, or leave out --token-file"));
   }
   BALLAST_ASSIGN_OR_RETURN(std::string token, ReadTokenFile(credentials.token_file));
   // gRPC sends a call's credentials only on a channel that it counts as secure. An insecure one is

@@ -1,4 +1,4 @@
-// How a client knows that a service is the right one, and how it says who it is.
+// How a client authenticates a service and itself.
 #ifndef BALLAST_CLIENT_CREDENTIALS_H_
 #define BALLAST_CLIENT_CREDENTIALS_H_
 
@@ -11,25 +11,27 @@
 
 namespace ballast::client {
 
-// All are paths, and empty where there is none. They are read again when they change: connections
-// and calls that are begun later use what they have then.
+// All are paths; empty: not used. The files are read again when they change. Later connections and
+// calls use the new contents.
 struct Credentials {
-  // Connections of TCP speak TLS, with a service whose certificate these authorities have signed.
+  // TCP connections use TLS, and the service's certificate must be signed by these authorities.
   std::string tls_ca;
-  // This client's certificate, a chain in the form of PEM, and its key, which others may not read.
+  // This client's certificate, a PEM chain, and its key, which other users must not be able to
+  // read.
   std::string tls_cert;
   std::string tls_key;
-  // A file that others may not read, with a token, which is sent with each call, over TLS or a unix
-  // socket.
+  // A file with a token, which other users must not be able to read. The token is sent with each
+  // call, over TLS or a unix socket.
   std::string token_file;
 };
 
-// `given`, and what BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and BALLAST_TOKEN_FILE say
-// where a field of it is empty.
+// `given`, with empty fields from BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and
+// BALLAST_TOKEN_FILE.
 Credentials OrEnvironment(Credentials given);
 
-// For a channel to `target`. Unix sockets need no TLS, and read no files of it. INVALID_ARGUMENT, in
-// one line: a file is missing or wrong, a certificate is without its key, a token without TLS.
+// For a channel to `target`. Unix sockets do not use TLS, so its files are not read.
+// INVALID_ARGUMENT, in one line: a file is missing or wrong, a certificate has no key, or a token
+// has no TLS.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeChannelCredentials(
     const std::string& target, const Credentials& credentials);
 

@@ -1,4 +1,4 @@
-// Where programs look for a service if nobody says where it is.
+// Where programs look for a service without an address.
 #ifndef BALLAST_CLIENT_DEFAULT_SERVICE_H_
 #define BALLAST_CLIENT_DEFAULT_SERVICE_H_
 
@@ -7,8 +7,8 @@
 
 namespace ballast::client {
 
-// What BALLAST_SERVICE says; else 127.0.0.1:PORT; or, if nothing listens there, the unix socket of
-// the packaged service, if that is there.
+// The address in BALLAST_SERVICE. Else 127.0.0.1:PORT. If nothing listens there and the packaged
+// service's unix socket exists, that socket.
 std::string DefaultService(uint16_t port = 7070,
                            const std::string& socket = "/run/ballast/ballastd.sock");
 

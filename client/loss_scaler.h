@@ -1,6 +1,6 @@
 // Dynamic loss scaling for fp16 gradients, with the options and the arithmetic of DeepSpeed's
-// (runtime/fp16/loss_scaler.py). The scale is doubled and halved, and never less than min_scale: one
-// that would be is set to that, and then is a power of two only if min_scale is.
+// (runtime/fp16/loss_scaler.py). The scale doubles and halves. If halving would bring it below
+// min_scale, it becomes min_scale. So it is a power of two as long as min_scale is.
 //
 //   auto scaler = client::DynamicLossScaler::Create({}).value();
 //   if (!session->trainer_state().empty()) {  // A restart: the state before that step's outcome.
@@ -30,22 +30,22 @@ namespace ballast::client {
 
 struct LossScalerOptions {
   int initial_scale_power = 16;  // The first scale is 2 to this power.
-  // Steps without overflow before the scale doubles: counted from the second step after the start
-  // or after an overflow, so the first doubling comes with step window + 1, then every `window`.
+  // Steps without overflow before the scale doubles. They count from the second step after the
+  // start or after an overflow. So the first doubling comes with step window + 1, then every
+  // `window`.
   int64_t window = 1000;
   // The number of overflows that halve the scale. The first hysteresis - 1 overflows only use up
-  // this allowance; when it is used up, every overflow halves. A doubling restores the allowance.
+  // this allowance; after that every overflow halves. A doubling restores the allowance.
   int hysteresis = 2;
-  // Every step without overflow restores it too, so that only consecutive overflows count.
+  // Every step without overflow restores it too, so only consecutive overflows count.
   bool consecutive_hysteresis = false;
-  // The scale never goes below this; it stays there (DeepSpeed ends the run).
+  // The minimum; the scale stays there (DeepSpeed ends the run).
   float min_scale = 1;
 };
 
 class DynamicLossScaler {
  public:
-  // No scale is larger, however long nothing overflows. 2^64 leaves an fp32 multiplier for every
-  // divisor that a job can have.
+  // The maximum. 2^64 leaves an fp32 multiplier for every divisor that a job can have.
   static constexpr float kMaxScale = 18446744073709551616.0F;
 
   // INVALID_ARGUMENT names an option that cannot work.

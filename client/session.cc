@@ -4,7 +4,8 @@
 
 #include <utility>
 
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
+#include "ballast/v1/state.grpc.pb.h"
 #include "client/connect.h"
 #include "client/session/join.h"
 #include "client/session/session_impl.h"

@@ -1,14 +1,8 @@
 #include "cpu_optimizer_service/engine.h"
 
-#include <algorithm>
-#include <array>
-#include <atomic>
 #include <chrono>
 #include <cmath>
-#include <filesystem>
-#include <functional>
 #include <map>
-#include <new>
 #include <optional>
 #include <random>
 #include <set>
@@ -17,36 +11,18 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
-#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
-#include "cpu_optimizer_service/job/job_impl.h"
+#include "cpu_optimizer_service/engine_impl.h"
 
 namespace ballast {
 namespace {
 
-// Saves and loads at once, and planes that are saved at once beside steps; further ones queue. A
-// disk that hangs holds up these threads only.
-constexpr size_t kDiskThreads = 16;
-
 constexpr char kWasClosed[] = "; it was closed";
-constexpr char kOvertaken[] =
-    "; the one that it was to be derived from has gone on since: derive it again";
-
-// Looks at checkpoints at once. Each has one of kDiskThreads for as long as its disk takes, or
-// hangs. The others stay for loads, and for saves that hold back steps.
-constexpr int kMostLooks = 4;
-
-absl::Status OutOfMemory(const std::string& job) {
-  return absl::ResourceExhaustedError(
-      absl::StrCat("the system has no memory for the tables of job ", job,
-                   "; see the limits of the service's process (ulimit -v)"));
-}
+constexpr char kOvertaken[] = "; the job to derive from has advanced since: derive it again";
 
 absl::Status RestartingError() {
   return WithReason(
@@ -61,175 +37,21 @@ absl::Status BeingDerived(const std::string& name) {
       reason::kJobBeingCreated);
 }
 
-std::string MakeInstanceId() {
-  std::random_device random;
-  return absl::StrCat(absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
-}
-
 }  // namespace
 
-struct Engine::Impl {
-  explicit Impl(const EngineOptions& options)
-      : goes_on(options.goes_on),
-        budget(options.memory_limit_bytes),
-        own_arenas(MakeAnonymousArenaFactory(&tasks, options.warn)),
-        tasks(options.threads),
-        environment{
-            .budget = &budget,
-            .tasks = &tasks,
-            .disk_threads = &disk_threads,
-            .saving_threads = &saving_threads,
-            .writing_threads = &writing_threads,
-            .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
-            .file_system =
-                options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
-            .checkpoints = options.checkpoints,
-            .checkpoint_uses = &checkpoint_uses,
-            .draining = &draining,
-            .warn = options.warn,
-            .tell = options.tell,
-            .activities = &activities,
-            .named_memory = options.named_memory,
-            .take_place =
-                [this](std::shared_ptr<JobImpl> derived) {
-                  TakePlace(std::move(derived), [](const absl::Status&) {});
-                },
-            .moved =
-                [this](const std::shared_ptr<JobImpl>& origin) { GiveUpSuccessorOf(*origin); }} {
-    if (options.named_memory != nullptr) options.named_memory->UseTasks(&tasks);
-  }
-  ~Impl() {
-    // It outlives the tasks.
-    if (environment.named_memory != nullptr) environment.named_memory->UseTasks(nullptr);
-  }
-
-  // For the message that there is no such job.
-  std::string WhatBecameOf(const std::string& name, absl::string_view uid) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    std::string text;
-    const auto end = std::find_if(ended.begin(), ended.end(), [&](const Ended& one) {
-      return absl::string_view(one.uid.data(), one.uid.size()) == uid;
-    });
-    if (end != ended.end()) {
-      text = end->how;
-    } else if (!uid.empty() && lost.count(std::string(uid)) > 0) {
-      text = "; it was lost when the service's process ended: see the service's log";
-    } else if (!uid.empty() && !goes_on && !has_taken_over) {
-      // Its caller has had the job, and this process has not.
-      const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - began);
-      text = absl::StrCat("; this service began ",
-                          age.count() == 0
-                              ? "just now"
-                              : absl::StrCat(absl::FormatDuration(absl::FromChrono(age)), " ago"),
-                          ", and what an earlier one had not saved is lost");
-    }
-    if (environment.checkpoints == nullptr) return text;
-    const std::optional<CheckpointFacts> saved = environment.checkpoints->Find(name);
-    if (!saved.has_value()) return text;
-    return absl::StrCat(text, "; saved was step ", saved->step, ", in ", saved->directory, ": ",
-                        HowToResume(name));
-  }
-
-  // "; go on from ...", of the job with that uid.
-  std::string LastCheckpointOf(const std::string& uid) const {
-    if (environment.checkpoints != nullptr) return environment.checkpoints->LastOf(uid);
-    return "; go on from a checkpoint";
-  }
-
-  std::atomic<int> looks = 0;  // Under way.
-  using FoundOrNot = absl::StatusOr<std::vector<FoundCheckpoint>>;
-  FoundOrNot Look(const LookRequest& request) const;
-  // Without those that have been deleted meanwhile.
-  FoundOrNot Verify(std::vector<FoundCheckpoint> found, const std::function<bool()>& wanted);
-  FoundOrNot Delete(const DeleteRequest& request, absl::Span<const std::shared_ptr<Job>> jobs);
-  // `work` on a disk thread, unless kMostLooks have one. It is asked whether it is still `wanted`.
-  Pending OnDisk(std::function<FoundOrNot(const std::function<bool()>& wanted)> work,
-                 Done<std::vector<FoundCheckpoint>> done);
-
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point began = Clock::now();
-  const bool goes_on;
-  const std::string instance_id = MakeInstanceId();
-  Activities activities;
-  CheckpointUses checkpoint_uses;
-  MemoryBudget budget;
-  // Ends after the last task, which may still ask for memory, and until then only keeps the address
-  // of `tasks`.
-  std::unique_ptr<ArenaFactory> own_arenas;
-  std::atomic<bool> draining = false;
-  std::atomic<bool> restarting = false;
-  TaskPool tasks;
-  // They end in the reverse of this order. A saving thread waits for parts that writing threads
-  // write, and would wait for ever if those ended first. What runs on all three may still start
-  // tasks.
-  HelperThreads writing_threads{kDiskThreads, HelperThreads::Priority::kLowest};
-  HelperThreads saving_threads{kDiskThreads};
-  HelperThreads disk_threads{kDiskThreads};
-  const JobEnvironment environment;
-  struct Entry {
-    std::shared_ptr<JobImpl> job;
-    bool ready = false;  // It has its memory.
-    // Of a successor: its origin gives way, or not. Until then it is nobody else's to give up.
-    bool takes_place = false;
-    // Until then: who else wants it.
-    std::vector<Done<std::shared_ptr<Job>>> waiting;
-  };
-  // Enters a job that is not ready, or says why not. One of the same description that is being
-  // created takes `done` to tell it.
-  enum class Entered : uint8_t { kIsNew, kWaits };
-  absl::StatusOr<Entered> Enter(const std::shared_ptr<JobImpl>& job,
-                                Done<std::shared_ptr<Job>>& done);
-  static bool IsSame(const JobImpl& one, const JobImpl& other) {
-    return one.derivation() == other.derivation() &&
-           FirstDifference(one.spec(), other.spec()).empty();
-  }
-  absl::Status OtherJob(const Job& job, absl::string_view uid) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // The job of which `job` is to take the place; null: of none.
-  absl::StatusOr<std::shared_ptr<JobImpl>> OriginOf(const JobImpl& job) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // A job that has all its first weights takes its origin's place, or is closed.
-  void TakePlace(std::shared_ptr<JobImpl> derived,
-                 absl::AnyInvocable<void(const absl::Status&)> done);
-  // A derived job comes to nothing. The caller closes it.
-  std::shared_ptr<JobImpl> TakeSuccessor(const std::string& name, const char* how)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  static void CloseQuietly(const std::shared_ptr<JobImpl>& job) {
-    if (job != nullptr) job->Close(std::nullopt, [](const absl::StatusOr<bool>&) {});
-  }
-  // The job has gone on without it.
-  void GiveUpSuccessorOf(const JobImpl& origin);
-  // All that are ready.
-  std::vector<std::shared_ptr<JobImpl>> AllJobs() const;
-  // Its caller may have gone, so the log says it, too.
-  void TellOfCreation(const Job& job, const absl::Status& status, Clock::duration took) const;
-
-  mutable Mutex mutex;
-  std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
-  // Those that are to take the place of the job of the same name, which is ready.
-  std::map<std::string, Entry> successors ABSL_GUARDED_BY(mutex);
-  // Uids, for WhatBecameOf: of jobs that an earlier process had, and of the last that have ended.
-  bool has_taken_over ABSL_GUARDED_BY(mutex) = false;
-  std::set<std::string> lost ABSL_GUARDED_BY(mutex);
-  struct Ended {
-    std::array<char, kJobUidCharacters> uid = {};
-    const char* how = "";
-  };
-  std::array<Ended, 64> ended ABSL_GUARDED_BY(mutex) = {};
-  uint64_t ends ABSL_GUARDED_BY(mutex) = 0;
-  void NoteEnd(const Job& job, const char* how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    Ended& end = ended[ends++ % ended.size()];
-    job.uid().copy(end.uid.data(), end.uid.size());
-    end.how = how;
-  }
-};
-
-Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {
-  (void)OutOfMemoryError();  // Made while there is memory for it.
-}
+Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 
 Engine::~Engine() {
   for (const std::shared_ptr<Job>& job : ListJobs()) CloseJob(job->spec().name).IgnoreError();
+}
+
+std::string Engine::Impl::WhatBecameOf(const std::string& name, absl::string_view uid) const {
+  const std::string text = past.WhatBecameOf(uid, /*begins_anew=*/!goes_on);
+  if (environment.checkpoints == nullptr) return text;
+  const std::optional<CheckpointFacts> saved = environment.checkpoints->Find(name);
+  if (!saved.has_value()) return text;
+  return absl::StrCat(text, "; its last save is step ", saved->step, ", in ", saved->directory,
+                      ": ", HowToResume(name));
 }
 
 absl::StatusOr<std::shared_ptr<JobImpl>> Engine::Impl::OriginOf(const JobImpl& job) const {
@@ -281,7 +103,7 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
       if (jobs.size() + successors.size() >= kMaxJobs) {
         return absl::ResourceExhaustedError(absl::StrCat("the service has ",
                                                          jobs.size() + successors.size(),
-                                                         " jobs, as many as it takes; close one"));
+                                                         " jobs, which is the limit; close one"));
       }
       entries[name].job = job;
       return Entered::kIsNew;
@@ -319,11 +141,11 @@ std::shared_ptr<JobImpl> Engine::Impl::TakeSuccessor(const std::string& name, co
     return nullptr;
   std::shared_ptr<JobImpl> job = std::move(found->second.job);
   successors.erase(found);
-  NoteEnd(*job, how);
+  past.AddEnded(*job, how);
   return job;
 }
 
-void Engine::Impl::GiveUpSuccessorOf(const JobImpl& origin) {
+void Engine::Impl::GiveUpSuccessorOf(const Job& origin) {
   std::shared_ptr<JobImpl> given_up;
   {
     MutexLock lock(mutex);
@@ -361,7 +183,7 @@ void Engine::Impl::TakePlace(std::shared_ptr<JobImpl> derived,
         // Whoever has closed the old one at the same time has closed that alone.
         jobs[name] = std::move(found->second);
         successors.erase(found);
-        NoteEnd(*origin, "; a job that was derived from it has taken its place");
+        past.AddEnded(*origin, "; a job derived from it has replaced it");
       } else if (!gave.ok()) {
         given_up = TakeSuccessor(name, kOvertaken);
       }
@@ -387,22 +209,19 @@ void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
                                   Clock::duration took) const {
   if (!environment.tell) return;
   const JobSpec& spec = job.spec();
-  (void)RunsInMemory([&] {
-    if (!status.ok()) {
-      return environment.tell(
-          {.job = spec.name, .text = absl::StrCat("not created: ", status.message())});
-    }
-    int64_t elements = 0;
-    for (const Chunk& chunk : job.layout().chunks()) elements += chunk.elements;
-    environment.tell(
-        {.job = spec.name,
-         .text = absl::StrCat(
-             "created for ", Counted(spec.layout.world_size, "rank"), ": ",
-             Counted(static_cast<int64_t>(spec.layout.parameters.size()), "parameter"), ", ",
-             Counted(elements, "trainable element"), ", ",
-             FormatBytes(job.Status().memory.total_bytes()), ", in ",
-             std::round(10 * std::chrono::duration<double>(took).count()) / 10, " s")});
-  });
+  if (!status.ok()) {
+    return environment.tell(
+        {.job = spec.name, .text = absl::StrCat("not created: ", status.message())});
+  }
+  int64_t elements = 0;
+  for (const Chunk& chunk : job.layout().chunks()) elements += chunk.elements;
+  environment.tell({.job = spec.name,
+                    .text = absl::StrCat(
+                        "created for ", Counted(spec.layout.world_size, "rank"), ": ",
+                        Counted(static_cast<int64_t>(spec.layout.parameters.size()), "parameter"),
+                        ", ", Counted(elements, "trainable element"), ", ",
+                        FormatBytes(job.Status().memory.total_bytes()), ", in ",
+                        std::round(10 * std::chrono::duration<double>(took).count()) / 10, " s")});
 }
 
 void Engine::CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done) {
@@ -412,15 +231,9 @@ void Engine::CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr
                    reason::kStopping));
   }
   const std::string name = spec.name;
-  auto job = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
-    try {
-      return JobImpl::Describe(
-          {.uid = MakeJobUid(), .spec = std::move(spec), .derivation = std::move(derivation)},
-          impl_->environment);
-    } catch (const std::bad_alloc&) {
-      return OutOfMemory(name);
-    }
-  }();
+  const absl::StatusOr<std::shared_ptr<JobImpl>> job = JobImpl::Describe(
+      {.uid = MakeJobUid(), .spec = std::move(spec), .derivation = std::move(derivation)},
+      impl_->environment);
   if (!job.ok()) return std::move(done)(job.status());
   // The name is taken before memory is allocated, so that of two calls for one name only one
   // allocates.
@@ -431,16 +244,12 @@ void Engine::CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr
   // meanwhile.
   const Impl::Clock::time_point began = Impl::Clock::now();
   absl::Status status = [&]() -> absl::Status {
-    try {
-      std::shared_ptr<JobImpl> origin;
-      {
-        MutexLock lock(impl_->mutex);
-        BALLAST_ASSIGN_OR_RETURN(origin, impl_->OriginOf(**job));
-      }
-      return (*job)->Allocate(origin.get());
-    } catch (const std::bad_alloc&) {
-      return OutOfMemory(name);
+    std::shared_ptr<JobImpl> origin;
+    {
+      MutexLock lock(impl_->mutex);
+      BALLAST_ASSIGN_OR_RETURN(origin, impl_->OriginOf(**job));
     }
+    return (*job)->Allocate(origin.get());
   }();
   impl_->TellOfCreation(**job, status, Impl::Clock::now() - began);
   std::vector<Done<std::shared_ptr<Job>>> waiting;
@@ -495,7 +304,7 @@ Engine::TakenOver Engine::TakeOverJobs() {
       // An attempt that fails destroys its mappings, which would drop the memory. Where only room
       // is missing the memory must stay, for another process.
       const NamedMemory::PutsBack puts_back(*memory, absl::StrCat(uid, "/"));
-      job = OrOutOfMemory([&] { return JobImpl::TakeOver(uid, impl_->environment, story); });
+      job = JobImpl::TakeOver(uid, impl_->environment, story);
     }
     if (absl::IsResourceExhausted(job.status())) {
       // The end of the loop, which forgets what is left of the job, is passed over.
@@ -503,7 +312,7 @@ Engine::TakenOver Engine::TakeOverJobs() {
       continue;
     }
     MutexLock lock(impl_->mutex);
-    impl_->has_taken_over = true;
+    impl_->past.SetTakenOver();
     if (job.ok()) {
       const std::string name = (*job)->spec().name;
       const auto [entry, is_new] = impl_->jobs.try_emplace(name);
@@ -519,17 +328,16 @@ Engine::TakenOver Engine::TakeOverJobs() {
       } else {
         // Nothing says which is newer: uids are random, and each job has generations of its own.
         const Job& kept = *entry->second.job;
-        taken.lost.push_back(absl::StrCat("there are two jobs ", name, ", and the one at step ",
-                                          (*job)->Position().committed_step, " (uid ", uid,
-                                          ") is not taken over; the other one, at step ",
-                                          kept.Position().committed_step, " (uid ", kept.uid(),
-                                          "), is", impl_->LastCheckpointOf(uid)));
-        impl_->lost.insert(uid);
+        taken.lost.push_back(absl::StrCat(
+            "two kept jobs are named ", name, "; the one at step ", kept.Position().committed_step,
+            " (uid ", kept.uid(), ") goes on; the one at step ", (*job)->Position().committed_step,
+            " (uid ", uid, ") is lost", impl_->LastCheckpointOf(uid)));
+        impl_->past.AddLost(uid);
       }
     } else if (!absl::IsNotFound(job.status())) {
       taken.lost.push_back(
           absl::StrCat(job.status().message(), " (uid ", uid, ")", impl_->LastCheckpointOf(uid)));
-      impl_->lost.insert(uid);
+      impl_->past.AddLost(uid);
     }
     // Of a job that was never whole, or whose end had begun; or of what this version does not use.
     for (const std::string& name : memory->Left()) {
@@ -631,7 +439,7 @@ Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, 
       // job's.
       if (found != impl_->jobs.end() && found->second.job == job) {
         impl_->jobs.erase(found);
-        impl_->NoteEnd(*job, kWasClosed);
+        impl_->past.AddEnded(*job, kWasClosed);
         successor = impl_->TakeSuccessor(job->spec().name, kWasClosed);
       }
     }
@@ -674,158 +482,13 @@ void Engine::SayFarewell() {
 
 void Engine::EndDrain() { impl_->draining.store(false); }
 
-Engine::Impl::FoundOrNot Engine::Impl::Look(const LookRequest& request) const {
-  FileSystem& files = *environment.file_system;
-  if (!request.path.empty()) return FindCheckpoints(files, request.path);
-  if (environment.checkpoints == nullptr) {
-    return absl::FailedPreconditionError(
-        "the service has no --checkpoint-dir; start ballastd with one, or give an absolute path on "
-        "its host");
-  }
-  std::vector<FoundCheckpoint> all;
-  BALLAST_ASSIGN_OR_RETURN(std::vector<std::string> names,
-                           files.List(environment.checkpoints->path()));
-  // from_folder relies on this order: the next call goes on where this one stops.
-  std::sort(names.begin(), names.end());
-  for (const std::string& name : names) {
-    if (!IsJobName(name) || name < request.from_folder) continue;
-    if (request.wanted != nullptr && !request.wanted(name)) continue;
-    absl::StatusOr<std::vector<FoundCheckpoint>> found =
-        ListCheckpoints(files, environment.checkpoints->PathOf(name));
-    if (!found.ok()) continue;  // A file, say, or one that is gone by now.
-    all.insert(all.end(), found->begin(), found->end());
-    if (all.size() >= request.enough) break;
-  }
-  return all;
-}
-
-namespace {
-
-// One that waits for the disk, until it is answered.
-class DiskCall {
- public:
-  explicit DiskCall(Done<std::vector<FoundCheckpoint>> done) : done_(std::move(done)) {}
-  bool answered() const { return answered_; }
-  void Answer(absl::StatusOr<std::vector<FoundCheckpoint>> found) {
-    // The disk thread and a Cancel may both come to this; the Done is called by the first.
-    if (!answered_.exchange(true)) std::move(done_)(std::move(found));
-  }
-
- private:
-  std::atomic<bool> answered_ = false;
-  Done<std::vector<FoundCheckpoint>> done_;
-};
-
-}  // namespace
-
-Engine::Impl::FoundOrNot Engine::Impl::Verify(std::vector<FoundCheckpoint> found,
-                                              const std::function<bool()>& wanted) {
-  FileSystem& files = *environment.file_system;
-  std::vector<FoundCheckpoint> verified;
-  for (FoundCheckpoint& each : found) {
-    if (!wanted()) return absl::CancelledError("the caller is gone");
-    if (each.problem.ok()) {
-      const std::string& directory = each.facts.directory;
-      const CheckpointUses::Use use = checkpoint_uses.Read(directory);
-      if (use == nullptr || !files.Exists(IndexPath(directory))) continue;
-      each.problem = OrOutOfMemory(
-          [&] { return Checkpoint::Open(files, directory, kMostForeignIndexBytes).status(); });
-    }
-    verified.push_back(std::move(each));
-  }
-  return verified;
-}
-
-Engine::Impl::FoundOrNot Engine::Impl::Delete(const DeleteRequest& request,
-                                              absl::Span<const std::shared_ptr<Job>> jobs) {
-  const std::filesystem::path path(request.path);
-  const std::string folder = path.parent_path().string();
-  const std::optional<uint64_t> step = StepNamed(path.filename().string());
-  // Before the checkpoints are looked for: one whose save has ended since is found then.
-  for (const std::shared_ptr<Job>& job : jobs) {
-    if (!step.has_value() || (!request.uid.empty() && job->uid() != request.uid)) continue;
-    for (const SaveProgress& save : job->Status().saves) {
-      if (save.step != *step || save.directory != folder) continue;
-      return absl::FailedPreconditionError(
-          absl::StrCat(request.path, " is in use: job ", job->spec().name,
-                       " is being saved there at this step; delete it when that has ended "
-                       "(ballast job ",
-                       job->spec().name, " shows it)"));
-    }
-  }
-  FoundOrNot deleted = ballast::DeleteCheckpoints(*environment.file_system, checkpoint_uses,
-                                                  request.path, request.uid);
-  if (environment.checkpoints != nullptr) {
-    environment.checkpoints->ForgetMissing(*environment.file_system, folder);
-  }
-  if (!deleted.ok() || !environment.tell) return deleted;
-  for (const FoundCheckpoint& each : *deleted) {
-    environment.tell({.job = path.parent_path().filename().string(),
-                      .text = absl::StrCat("deleted step ", each.facts.step, " in ",
-                                           each.facts.directory, ", as a call asked")});
-  }
-  return deleted;
-}
-
-Pending Engine::Impl::OnDisk(std::function<FoundOrNot(const std::function<bool()>& wanted)> work,
-                             Done<std::vector<FoundCheckpoint>> done) {
-  // The threads are for saves first of all.
-  // Counted first and compared then, so that two calls cannot both take the last place.
-  if (looks.fetch_add(1) >= kMostLooks) {
-    --looks;
-    std::move(done)(absl::ResourceExhaustedError(
-        absl::StrCat(kMostLooks,
-                     " calls list, verify or delete checkpoints already; try again "
-                     "when one has ended")));
-    return {};
-  }
-  std::shared_ptr<DiskCall> call;
-  try {
-    call = std::make_shared<DiskCall>(std::move(done));
-    disk_threads.Run([this, work = std::move(work), call] {
-      FoundOrNot found = OrOutOfMemory([&]() -> FoundOrNot {
-        if (call->answered()) return absl::CancelledError("the caller is gone");
-        return work([&] { return !call->answered(); });
-      });
-      // Here, and not where the call is cancelled: until now it has had a thread.
-      --looks;
-      call->Answer(std::move(found));
-    });
-  } catch (...) {
-    --looks;  // Without memory to begin it has no thread, and takes no other look's place.
-    throw;
-  }
-  return Pending([call] { call->Answer(absl::CancelledError("the caller is gone")); });
-}
-
 Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done) {
-  const auto progress = request.verified
-                            ? impl_->activities.Begin({.kind = ActivityKind::kVerifyingCheckpoint,
-                                                       .job = request.job,
-                                                       .directory = request.path})
-                            : std::make_shared<Progress>();
-  return impl_->OnDisk(
-      [impl = impl_.get(), request = std::move(request),
-       progress](const std::function<bool()>& wanted) -> Impl::FoundOrNot {
-        BALLAST_ASSIGN_OR_RETURN(std::vector<FoundCheckpoint> found, impl->Look(request));
-        if (!request.verified) return found;
-        if (found.size() > kMostVerified) {
-          return absl::FailedPreconditionError(absl::StrCat(
-              request.path, " has ", found.size(), " checkpoints, of which ", kMostVerified,
-              " are verified at once; verify them by step: ", request.path, "/step-STEP"));
-        }
-        const CountsIn here(*progress);
-        return impl->Verify(std::move(found), wanted);
-      },
-      std::move(done));
+  return impl_->checkpoint_calls.Look(std::move(request), std::move(done));
 }
 
 Pending Engine::DeleteCheckpoints(DeleteRequest request, Done<std::vector<FoundCheckpoint>> done) {
-  return impl_->OnDisk(
-      [this, request = std::move(request)](const std::function<bool()>&) {
-        return impl_->Delete(request, ListJobs());
-      },
-      std::move(done));
+  return impl_->checkpoint_calls.Delete(
+      std::move(request), [this] { return ListJobs(); }, std::move(done));
 }
 
 absl::StatusOr<MemoryBudget::Reservation> Engine::Reserve(int64_t bytes, absl::string_view what) {

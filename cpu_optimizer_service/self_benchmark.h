@@ -1,10 +1,10 @@
-// How fast this host can update, and how fast it could at most: the update's kernel against the
-// memory traffic that it cannot avoid, measured in turns.
+// How fast this host updates, and how fast it could at most: the update's kernel and a loop with
+// the same memory traffic, measured in turns.
 //
 //   absl::StatusOr<SelfBenchmark> speed = RunSelfBenchmark({.threads = 0});
 //   if (speed.ok()) std::cout << ToTable(*speed);
 //
-// Uses all of the threads and memory bandwidth that it is given while it runs.
+// While it runs, it uses all of its threads and memory bandwidth.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_SELF_BENCHMARK_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_SELF_BENCHMARK_H_
 
@@ -19,12 +19,12 @@
 namespace ballast {
 
 struct SelfBenchmarkOptions {
-  int threads = 0;                                // As of TaskPool.
-  int64_t memory_bytes = int64_t{2} << 30;        // At most; the more, the less caches count.
-  double seconds = 5;                             // About, all in all; one round is always run.
+  int threads = 0;                                // As in TaskPool.
+  int64_t memory_bytes = int64_t{2} << 30;        // Maximum; the more, the less caches matter.
+  double seconds = 5;                             // The approximate total; at least one round runs.
   const Topology* topology = &MachineTopology();  // Another one for tests.
 };
-// What fits into the start of a service: at most a third of a second on most hosts, and at most
+// Short enough for the start of a service: at most a third of a second on most hosts, and at most
 // 256 MiB and an eighth of `memory_limit_bytes`.
 SelfBenchmarkOptions BriefSelfBenchmark(int threads, int64_t memory_limit_bytes);
 
@@ -36,13 +36,13 @@ struct KernelSpeed {
   double fraction = 0;  // Of the roofline, in the same round.
 };
 
-// What may make a host slower than it could be.
+// Properties that may make a host slow.
 struct HostFacts {
   int threads = 0;
-  int processors = 0;  // That this process may use.
+  int processors = 0;  // Usable by this process.
   int nodes = 0;
-  bool bound = true;                      // Each thread to its node; of no account with one node.
-  std::optional<double> huge_page_share;  // 0 to 1; unknown where the system does not say.
+  bool bound = true;                      // Each thread to its node; meaningless with one node.
+  std::optional<double> huge_page_share;  // 0 to 1; empty if the system does not say.
   std::optional<double> kernel_fraction;  // Of the roofline, with all threads.
 };
 // One line each.
@@ -57,7 +57,7 @@ struct SelfBenchmark {
   KernelSpeed one_thread;
 };
 
-// RESOURCE_EXHAUSTED if there is no memory; INVALID_ARGUMENT if memory_bytes is too little for one
+// RESOURCE_EXHAUSTED if memory is short; INVALID_ARGUMENT if memory_bytes is too little for one
 // chunk.
 absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& options);
 

@@ -11,13 +11,13 @@ packages=(
   git cmake ninja-build clang libclang-rt-14-dev lld llvm pkg-config ccache libc6-dev libstdc++-12-dev
   libgrpc++-dev protobuf-compiler-grpc libprotobuf-dev protobuf-compiler
   libabsl-dev libc-ares-dev libre2-dev libssl-dev zlib1g-dev
-  libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
-  prometheus-cpp-dev
+  libtbb-dev libhwloc-dev libhwy-dev libdeflate-dev libspdlog-dev nlohmann-json3-dev libcli11-dev
+  prometheus-cpp-dev libcpp-httplib-dev
   libgloo-dev libopenblas-pthread-dev
   # For cpack, which makes the Debian packages.
   dpkg-dev file
   # To test. PyTorch is not among them: tests/run.sh puts it into an environment of its own.
-  libgtest-dev libgmock-dev libbenchmark-dev openssl python3 python3-numpy python3-venv python3-pip python3-grpcio
+  libgtest-dev libgmock-dev openssl python3 python3-numpy python3-matplotlib python3-venv python3-pip python3-grpcio
   prometheus chromium chromium-driver
   systemd # For systemd-analyze, which looks at the unit.
 )

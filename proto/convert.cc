@@ -1,5 +1,9 @@
 #include "proto/convert.h"
 
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/generated_enum_reflection.h>
+
+#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -19,76 +23,56 @@ std::string WithoutPrefix(absl::string_view name, absl::string_view prefix) {
   return std::string(absl::StartsWith(name, prefix) ? name.substr(prefix.size()) : name);
 }
 
-absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view what) {
-  switch (dtype) {
-    // Each enum has a default, which an absent field means.
-    case v1::DTYPE_UNSPECIFIED:
-    case v1::BF16:
-      return DType::kBFloat16;
-    case v1::FP16:
-      return DType::kFloat16;
-    case v1::FP32:
-      return DType::kFloat32;
-    // proto3 keeps numbers that it has no name for, such as those of a later client.
-    default:
-      return absl::InvalidArgumentError(absl::StrCat(what, " is ", static_cast<int>(dtype),
-                                                     ", which is none of BF16, FP16, FP32"));
+static_assert(v1::FP32 == static_cast<int>(DType::kFloat32) + 1);
+static_assert(v1::ZERO == static_cast<int>(UnusedPolicy::kZero) + 1);
+static_assert(v1::SKIP_STEP == static_cast<int>(OnAbort::kSkip) + 1);
+static_assert(v1::SPECULATE == static_cast<int>(UpdateMode::kSpeculate) + 1);
+static_assert(v1::MAX_EXP_AVG_SQ == static_cast<int>(Plane::kMaxExpAvgSq) + 1);
+static_assert(v1::LOADING_CHECKPOINT == static_cast<int>(ActivityKind::kLoadingCheckpoint) + 1);
+
+// By number; nullopt: it has no name here, such as one of a later client, or is 0.
+template <typename Value, typename Message>
+std::optional<Value> Known(Message message) {
+  const int number = static_cast<int>(message);
+  if (number == 0 ||
+      google::protobuf::GetEnumDescriptor<Message>()->FindValueByNumber(number) == nullptr) {
+    return std::nullopt;
   }
+  return static_cast<Value>(number - 1);
 }
 
-absl::StatusOr<UnusedPolicy> FromProto(v1::UnusedPolicy policy) {
-  switch (policy) {
-    case v1::UNUSED_POLICY_UNSPECIFIED:
-    case v1::ERROR:
-      return UnusedPolicy::kError;
-    case v1::SKIP:
-      return UnusedPolicy::kSkip;
-    case v1::ZERO:
-      return UnusedPolicy::kZero;
-    default:
-      return absl::InvalidArgumentError(absl::StrCat("unused_policy is ", static_cast<int>(policy),
-                                                     ", which is none of ERROR, SKIP, ZERO"));
+template <typename Value, typename Message>
+absl::StatusOr<Value> EnumFromProto(Message message, absl::string_view what) {
+  if (const auto known = Known<Value>(message); known.has_value()) return *known;
+  const google::protobuf::EnumDescriptor& type = *google::protobuf::GetEnumDescriptor<Message>();
+  std::string names;
+  for (int i = 1; i < type.value_count(); ++i) {
+    absl::StrAppend(&names, i == 1 ? "" : ", ", type.value(i)->name());
   }
+  return absl::InvalidArgumentError(
+      absl::StrCat(what, " is ", static_cast<int>(message), "; expected one of ", names));
 }
 
-v1::UnusedPolicy ToProto(UnusedPolicy policy) {
-  switch (policy) {
-    case UnusedPolicy::kError:
-      return v1::ERROR;
-    case UnusedPolicy::kSkip:
-      return v1::SKIP;
-    case UnusedPolicy::kZero:
-      return v1::ZERO;
-  }
-  return v1::UNUSED_POLICY_UNSPECIFIED;
+// An absent field means the first one.
+template <typename Value, typename Message>
+absl::StatusOr<Value> EnumOrFirst(Message message, absl::string_view what) {
+  return message == 0 ? Value() : EnumFromProto<Value>(message, what);
 }
 
-absl::StatusOr<OnAbort> FromProto(v1::OnAbort on_abort) {
-  switch (on_abort) {
-    case v1::ON_ABORT_UNSPECIFIED:
-    case v1::REDO_STEP:
-      return OnAbort::kRedo;
-    case v1::SKIP_STEP:
-      return OnAbort::kSkip;
-    default:
-      return absl::InvalidArgumentError(absl::StrCat("on_abort is ", static_cast<int>(on_abort),
-                                                     ", which is not REDO_STEP or SKIP_STEP"));
-  }
-}
-
-absl::StatusOr<GroupSpec> GroupFromProto(const v1::ParamGroup& group, const std::string& job) {
+absl::StatusOr<GroupSpec> GroupFromProto(const v1::ParamGroup& group, const std::string& prefix) {
   GroupSpec spec;
   // The full name of another job's group keeps its slashes, and is refused for them later
   // (job_spec.cc).
-  spec.name = WithoutPrefix(group.name(), GroupName(job, ""));
-  const std::string what = absl::StrCat("group '", spec.name, "'");
+  spec.name = WithoutPrefix(group.name(), prefix);
+  const std::string what = absl::StrCat("group '", spec.name.substr(0, kMaxGroupNameBytes), "'");
   absl::StatusOr<HyperParameters> values = FullFromProto(group.hyper_parameters());
   if (!values.ok()) return Annotate(values.status(), what);
   spec.hyper_parameters = *values;
-  BALLAST_ASSIGN_OR_RETURN(spec.wire_dtype,
-                           FromProto(group.wire_dtype(), absl::StrCat(what, ": wire_dtype")));
-  BALLAST_ASSIGN_OR_RETURN(spec.return_dtype,
-                           FromProto(group.return_dtype(), absl::StrCat(what, ": return_dtype")));
+  BALLAST_ASSIGN_OR_RETURN(
+      spec.wire_dtype, EnumOrFirst<DType>(group.wire_dtype(), absl::StrCat(what, ": wire_dtype")));
+  BALLAST_ASSIGN_OR_RETURN(
+      spec.return_dtype,
+      EnumOrFirst<DType>(group.return_dtype(), absl::StrCat(what, ": return_dtype")));
   return spec;
 }
 
@@ -194,10 +178,7 @@ RankReport FromProto(const v1::RankReport& report) {
 
 v1::Activity ToProto(const Activity& activity) {
   v1::Activity message;
-  // Without the kind 0, which says nothing, they have the same numbers.
-  static_assert(v1::MAKING_MEMORY == static_cast<int>(ActivityKind::kMakingMemory) + 1);
-  static_assert(v1::LOADING_CHECKPOINT == static_cast<int>(ActivityKind::kLoadingCheckpoint) + 1);
-  message.set_kind(static_cast<v1::ActivityKind>(static_cast<int>(activity.kind) + 1));
+  message.set_kind(EnumToProto<v1::ActivityKind>(activity.kind));
   if (!activity.job.empty()) message.set_job(JobName(activity.job));
   message.set_directory(activity.directory);
   message.set_done_bytes(activity.done_bytes);
@@ -214,8 +195,7 @@ Activity FromProto(const v1::Activity& activity) {
                    .seconds = activity.seconds(),
                    .seconds_since_progress = activity.seconds_since_progress()};
   // A newer service may have more kinds.
-  const bool is_known = v1::ActivityKind_IsValid(activity.kind()) && activity.kind() != 0;
-  from.kind = is_known ? static_cast<ActivityKind>(activity.kind() - 1) : ActivityKind::kOther;
+  from.kind = Known<ActivityKind>(activity.kind()).value_or(ActivityKind::kOther);
   if (const auto name = ParseJobName(activity.job()); name.ok()) from.job = name->job;
   return from;
 }
@@ -231,53 +211,11 @@ Generation FromProto(const v1::Generation& generation) {
   return {generation.count(), generation.epoch()};
 }
 
-v1::UpdateMode ToProto(UpdateMode mode) {
-  return mode == UpdateMode::kSpeculate ? v1::SPECULATE : v1::WAIT;
-}
-
 absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode) {
-  switch (mode) {
-    case v1::UPDATE_MODE_UNSPECIFIED:
-    case v1::WAIT:
-      return UpdateMode::kWait;
-    case v1::SPECULATE:
-      return UpdateMode::kSpeculate;
-    default:
-      return absl::InvalidArgumentError(
-          absl::StrCat("update_mode ", static_cast<int>(mode), " is not WAIT or SPECULATE"));
-  }
+  return EnumOrFirst<UpdateMode>(mode, "update_mode");
 }
 
-v1::Plane ToProto(Plane plane) {
-  switch (plane) {
-    case Plane::kMaster:
-      return v1::MASTER;
-    case Plane::kExpAvg:
-      return v1::EXP_AVG;
-    case Plane::kExpAvgSq:
-      return v1::EXP_AVG_SQ;
-    case Plane::kMaxExpAvgSq:
-      return v1::MAX_EXP_AVG_SQ;
-  }
-  return v1::PLANE_UNSPECIFIED;
-}
-
-absl::StatusOr<Plane> FromProto(v1::Plane plane) {
-  switch (plane) {
-    case v1::MASTER:
-      return Plane::kMaster;
-    case v1::EXP_AVG:
-      return Plane::kExpAvg;
-    case v1::EXP_AVG_SQ:
-      return Plane::kExpAvgSq;
-    case v1::MAX_EXP_AVG_SQ:
-      return Plane::kMaxExpAvgSq;
-    default:
-      return absl::InvalidArgumentError(
-          absl::StrCat("plane is ", static_cast<int>(plane),
-                       ", which is none of MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ"));
-  }
-}
+absl::StatusOr<Plane> FromProto(v1::Plane plane) { return EnumFromProto<Plane>(plane, "plane"); }
 
 v1::StateWrite ToProto(const StateWrite& write) {
   v1::StateWrite message;
@@ -302,46 +240,54 @@ absl::StatusOr<StateWrite> FromProto(const v1::StateWrite& message) {
   return write;
 }
 
-v1::DType ToProto(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return v1::BF16;
-    case DType::kFloat16:
-      return v1::FP16;
-    case DType::kFloat32:
-      return v1::FP32;
-  }
-  return v1::DTYPE_UNSPECIFIED;
+namespace {
+
+const google::protobuf::FieldDescriptor* FieldOf(const v1::HyperParameters& values,
+                                                 const char* name) {
+  return values.GetDescriptor()->FindFieldByName(name);
 }
 
-v1::HyperParameters ToProto(const HyperParameters& values) {
-  v1::HyperParameters out;
-  out.set_lr(values.lr);
-  out.set_beta1(values.beta1);
-  out.set_beta2(values.beta2);
-  out.set_eps(values.eps);
-  out.set_weight_decay(values.weight_decay);
-  out.set_decoupled_weight_decay(values.decoupled_weight_decay);
-  out.set_bias_correction(values.bias_correction);
-  out.set_amsgrad(values.amsgrad);
-  out.set_maximize(values.maximize);
-  return out;
+void Set(v1::HyperParameters& out, const char* name, double value) {
+  out.GetReflection()->SetDouble(&out, FieldOf(out, name), value);
+}
+void Set(v1::HyperParameters& out, const char* name, bool value) {
+  out.GetReflection()->SetBool(&out, FieldOf(out, name), value);
+}
+template <typename T>
+void Set(v1::HyperParameters& out, const char* name, const std::optional<T>& value) {
+  if (value) Set(out, name, *value);
 }
 
-v1::HyperParameters ToProto(const HyperParameterOverrides& values) {
+void Get(const v1::HyperParameters& from, const char* name, double& value) {
+  value = from.GetReflection()->GetDouble(from, FieldOf(from, name));
+}
+void Get(const v1::HyperParameters& from, const char* name, bool& value) {
+  value = from.GetReflection()->GetBool(from, FieldOf(from, name));
+}
+template <typename T>
+void Get(const v1::HyperParameters& from, const char* name, std::optional<T>& value) {
+  if (from.GetReflection()->HasField(from, FieldOf(from, name))) Get(from, name, value.emplace());
+}
+
+template <typename Values>
+v1::HyperParameters AllToProto(const Values& values) {
   v1::HyperParameters out;
-  if (values.lr) out.set_lr(*values.lr);
-  if (values.beta1) out.set_beta1(*values.beta1);
-  if (values.beta2) out.set_beta2(*values.beta2);
-  if (values.eps) out.set_eps(*values.eps);
-  if (values.weight_decay) out.set_weight_decay(*values.weight_decay);
-  if (values.decoupled_weight_decay) {
-    out.set_decoupled_weight_decay(*values.decoupled_weight_decay);
-  }
-  if (values.bias_correction) out.set_bias_correction(*values.bias_correction);
-  if (values.maximize) out.set_maximize(*values.maximize);
+  ForEachHyperParameter([&](const char* name, const auto& value) { Set(out, name, value); },
+                        values);
   return out;
 }
+template <typename Values>
+Values AllFromProto(const v1::HyperParameters& from) {
+  Values values;
+  ForEachHyperParameter([&](const char* name, auto& value) { Get(from, name, value); }, values);
+  return values;
+}
+
+}  // namespace
+
+v1::HyperParameters ToProto(const HyperParameters& values) { return AllToProto(values); }
+
+v1::HyperParameters ToProto(const HyperParameterOverrides& values) { return AllToProto(values); }
 
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values) {
   // By reflection, so that a field that is added later is not forgotten here.
@@ -349,18 +295,10 @@ absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values)
   for (int i = 0; i < fields.field_count(); ++i) {
     if (!values.GetReflection()->HasField(values, fields.field(i))) {
       return absl::InvalidArgumentError(absl::StrCat("hyper_parameters.", fields.field(i)->name(),
-                                                     " is not set; all are needed"));
+                                                     " is not set; set every field"));
     }
   }
-  return HyperParameters{.lr = values.lr(),
-                         .beta1 = values.beta1(),
-                         .beta2 = values.beta2(),
-                         .eps = values.eps(),
-                         .weight_decay = values.weight_decay(),
-                         .decoupled_weight_decay = values.decoupled_weight_decay(),
-                         .bias_correction = values.bias_correction(),
-                         .amsgrad = values.amsgrad(),
-                         .maximize = values.maximize()};
+  return AllFromProto<HyperParameters>(values);
 }
 
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values) {
@@ -369,29 +307,18 @@ absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParame
     return absl::InvalidArgumentError(
         "amsgrad is fixed when the job is created; leave it out of changes");
   }
-  HyperParameterOverrides out;
-  if (values.has_lr()) out.lr = values.lr();
-  if (values.has_beta1()) out.beta1 = values.beta1();
-  if (values.has_beta2()) out.beta2 = values.beta2();
-  if (values.has_eps()) out.eps = values.eps();
-  if (values.has_weight_decay()) out.weight_decay = values.weight_decay();
-  if (values.has_decoupled_weight_decay()) {
-    out.decoupled_weight_decay = values.decoupled_weight_decay();
-  }
-  if (values.has_bias_correction()) out.bias_correction = values.bias_correction();
-  if (values.has_maximize()) out.maximize = values.maximize();
-  return out;
+  return AllFromProto<HyperParameterOverrides>(values);
 }
 
-v1::Job ToProto(const JobSpec& spec) {
+v1::Job ToProto(const JobSpec& spec, bool with_parameters) {
   v1::Job job;
   job.set_name(JobName(spec.name));
   job.set_world_size(spec.layout.world_size);
   job.set_chunk_elements(spec.layout.chunk_elements);
-  job.set_unused_policy(ToProto(spec.unused_policy));
+  job.set_unused_policy(EnumToProto<v1::UnusedPolicy>(spec.unused_policy));
   job.set_max_micro_steps(spec.max_micro_steps);
   job.set_update_mode(ToProto(spec.update_mode));
-  job.set_on_abort(spec.on_abort == OnAbort::kSkip ? v1::SKIP_STEP : v1::REDO_STEP);
+  job.set_on_abort(EnumToProto<v1::OnAbort>(spec.on_abort));
   job.set_keep_previous(spec.keep_previous);
   for (const GroupSpec& from : spec.groups) {
     v1::ParamGroup& to = *job.add_groups();
@@ -400,7 +327,7 @@ v1::Job ToProto(const JobSpec& spec) {
     to.set_wire_dtype(ToProto(from.wire_dtype));
     to.set_return_dtype(ToProto(from.return_dtype));
   }
-  AddLayout(spec, job);
+  if (with_parameters) AddLayout(spec, job);
   return job;
 }
 
@@ -409,16 +336,18 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   spec.name = WithoutPrefix(job.name(), kJobs);
   spec.max_micro_steps = job.max_micro_steps();
   BALLAST_ASSIGN_OR_RETURN(spec.update_mode, FromProto(job.update_mode()));
-  BALLAST_ASSIGN_OR_RETURN(spec.on_abort, FromProto(job.on_abort()));
-  BALLAST_ASSIGN_OR_RETURN(spec.unused_policy, FromProto(job.unused_policy()));
+  BALLAST_ASSIGN_OR_RETURN(spec.on_abort, EnumOrFirst<OnAbort>(job.on_abort(), "on_abort"));
+  BALLAST_ASSIGN_OR_RETURN(spec.unused_policy,
+                           EnumOrFirst<UnusedPolicy>(job.unused_policy(), "unused_policy"));
   spec.keep_previous = job.keep_previous();
   spec.layout.world_size = job.world_size();
   spec.layout.group_count = job.groups_size();
   // Zero is an absent field, and leaves the default. Whether the rest makes a job is not decided
   // here, but where one is created.
   if (job.chunk_elements() != 0) spec.layout.chunk_elements = job.chunk_elements();
+  const std::string group_prefix = GroupName(spec.name, "");
   for (const v1::ParamGroup& group : job.groups()) {
-    BALLAST_ASSIGN_OR_RETURN(GroupSpec from, GroupFromProto(group, spec.name));
+    BALLAST_ASSIGN_OR_RETURN(GroupSpec from, GroupFromProto(group, group_prefix));
     spec.groups.push_back(std::move(from));
   }
   // Made once, since a job may have a million parameters.
@@ -452,6 +381,20 @@ absl::StatusOr<ResourceName> ParseGroupName(absl::string_view name) {
 }
 absl::StatusOr<ResourceName> ParseParameterName(absl::string_view name) {
   return ParseChild(name, kParameters, "jobs/JOB/parameters/PARAMETER");
+}
+
+std::string JobOf(const std::string& name) {
+  return absl::StartsWith(name, kJobs)
+             ? name.substr(kJobs.size(), name.find('/', kJobs.size()) - kJobs.size())
+             : name;
+}
+std::string BareName(const std::string& name) {
+  for (const auto parse : {ParseParameterName, ParseGroupName, ParseJobName}) {
+    if (const auto parsed = parse(name); parsed.ok()) {
+      return parsed->child.empty() ? parsed->job : parsed->child;
+    }
+  }
+  return name;
 }
 
 }  // namespace ballast::proto

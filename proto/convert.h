@@ -1,11 +1,13 @@
-// Converts plain types to and from their messages, for both ends of the wire.
+// Converts plain types to and from their messages, for client and service.
 #ifndef BALLAST_PROTO_CONVERT_H_
 #define BALLAST_PROTO_CONVERT_H_
 
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
+#include "ballast/v1/state.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
@@ -14,15 +16,16 @@
 
 namespace ballast::proto {
 
-// The input fields of a job, parameters and partitions included. Names become resource names.
-v1::Job ToProto(const JobSpec& spec);
-// INVALID_ARGUMENT for unset or unknown values that have no default. Sizes and names are checked
-// when the job is created. Accepts resource names and bare names.
+// The input fields of a job. Names become resource names. Parameters, mesh and partitions may be
+// many; they are optional.
+v1::Job ToProto(const JobSpec& spec, bool with_parameters = true);
+// INVALID_ARGUMENT for unset or unknown values without a default. Sizes and names are checked when
+// the job is created. Accepts resource names and bare names.
 absl::StatusOr<JobSpec> FromProto(const v1::Job& job);
 
 v1::HyperParameters ToProto(const HyperParameters& values);
 v1::HyperParameters ToProto(const HyperParameterOverrides& values);
-// INVALID_ARGUMENT names a field that is absent.
+// INVALID_ARGUMENT names an absent field.
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values);
 // INVALID_ARGUMENT if amsgrad is set, which cannot change.
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values);
@@ -39,15 +42,19 @@ Activity FromProto(const v1::Activity& activity);
 v1::Generation ToProto(const Generation& generation);
 Generation FromProto(const v1::Generation& generation);
 
-v1::Plane ToProto(Plane plane);
+// Enumerators have the protocol's order, after its first, unspecified one.
+template <typename Message, typename Value>
+Message EnumToProto(Value value) {
+  return static_cast<Message>(static_cast<int>(value) + 1);
+}
+inline v1::Plane ToProto(Plane plane) { return EnumToProto<v1::Plane>(plane); }
 // INVALID_ARGUMENT for an unknown plane, here and below.
 absl::StatusOr<Plane> FromProto(v1::Plane plane);
 v1::StateWrite ToProto(const StateWrite& write);
 absl::StatusOr<StateWrite> FromProto(const v1::StateWrite& write);
 
-v1::DType ToProto(DType dtype);
-v1::UpdateMode ToProto(UpdateMode mode);
-// INVALID_ARGUMENT for an unknown mode.
+inline v1::DType ToProto(DType dtype) { return EnumToProto<v1::DType>(dtype); }
+inline v1::UpdateMode ToProto(UpdateMode mode) { return EnumToProto<v1::UpdateMode>(mode); }
 absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode);
 
 // Resource names: "jobs/J", "jobs/J/groups/G", "jobs/J/parameters/P" (P may have slashes).
@@ -62,6 +69,10 @@ struct ResourceName {
 absl::StatusOr<ResourceName> ParseJobName(absl::string_view name);
 absl::StatusOr<ResourceName> ParseGroupName(absl::string_view name);
 absl::StatusOr<ResourceName> ParseParameterName(absl::string_view name);
+// J of "jobs/J" and of all names with that prefix; its last part, for example G of
+// "jobs/J/groups/G". `name` itself if it has another form.
+std::string JobOf(const std::string& name);
+std::string BareName(const std::string& name);
 
 }  // namespace ballast::proto
 

@@ -1,5 +1,5 @@
-// When a call has taken too long, by a clock that is never set: gRPC keeps a deadline as it is given,
-// and one that was computed from the time of day moves when that is set.
+// Deadlines of calls by a clock that is never set. gRPC keeps a deadline unchanged. If it is
+// computed from the time of day, it moves when that is set.
 #ifndef BALLAST_PROTO_DEADLINE_H_
 #define BALLAST_PROTO_DEADLINE_H_
 

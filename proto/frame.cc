@@ -1,12 +1,14 @@
 #include "proto/frame.h"
 
+#include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <google/protobuf/wire_format_lite.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <optional>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -18,214 +20,24 @@
 namespace ballast::proto {
 namespace {
 
-// The wire format: https://protobuf.dev/programming-guides/encoding.
-enum WireType : uint8_t {
-  kVarint = 0,
-  kFixed64 = 1,
-  kLengthDelimited = 2,
-  kStartGroup = 3,
-  kEndGroup = 4,
-  kFixed32 = 5,
-};
-constexpr int kMaxTagBytes = 5;
-constexpr int kMaxVarintBytes = 10;
+using ::google::protobuf::internal::WireFormatLite;
+using ::google::protobuf::io::CodedInputStream;
+using ::google::protobuf::io::CodedOutputStream;
+
+// The longest varint of 32 bits: a length that is written with more bytes is refused, as in the
+// generated parser.
+constexpr int kMaxLengthBytes = 5;
 // Today's headers have about 30 bytes; the rest is room for fields of later versions.
 constexpr size_t kMaxHeaderBytes = 64 << 10;
 // Of a message to the service, without its payload. The largest is the opening of an upload with
 // the update counts of 2^20 parameters.
 constexpr size_t kMaxOtherBytes = size_t{10} << 20;
-// Groups occur only as unknown fields. The generated code refuses 100 levels.
-constexpr size_t kMaxGroupDepth = 32;
 
 constexpr int kHeaderField = v1::GradientChunk::kHeaderFieldNumber;
 constexpr int kPayloadField = v1::GradientChunk::kPayloadFieldNumber;
-// MergeChunk reads both kinds of chunks by the same numbers.
+// Both kinds of chunks have the same numbers.
 static_assert(kHeaderField == v1::WeightChunk::kHeaderFieldNumber);
 static_assert(kPayloadField == v1::WeightChunk::kPayloadFieldNumber);
-
-// A position in a range of bytes that spans slices. Cheap to copy.
-class Cursor {
- public:
-  explicit Cursor(absl::Span<const grpc::Slice> slices) : slices_(slices) {
-    for (const grpc::Slice& slice : slices) remaining_ += slice.size();
-  }
-
-  size_t position() const { return position_; }
-  size_t remaining() const { return remaining_; }
-
-  std::optional<uint8_t> NextByte() {
-    if (remaining_ == 0) return std::nullopt;
-    SkipToBytes();
-    const uint8_t byte = slices_[slice_].begin()[offset_];
-    ++offset_;
-    ++position_;
-    --remaining_;
-    return byte;
-  }
-
-  // The next `bytes` bytes as a range of their own; `this` moves past them. nullopt if there are
-  // fewer.
-  std::optional<Cursor> Take(uint64_t bytes) {
-    if (bytes > remaining_) return std::nullopt;
-    // The copy begins where this one stood, and ends after `bytes`.
-    Cursor range = *this;
-    range.remaining_ = bytes;
-    Walk(bytes, [](const grpc::Slice&, size_t, size_t) {});
-    return range;
-  }
-
-  void AppendTo(std::string& out) const {
-    Cursor(*this).Walk(remaining_, [&](const grpc::Slice& slice, size_t begin, size_t end) {
-      out.append(reinterpret_cast<const char*>(slice.begin()) + begin, end - begin);
-    });
-  }
-
-  void AppendTo(Payload& out) const {
-    Cursor(*this).Walk(remaining_, [&](const grpc::Slice& slice, size_t begin, size_t end) {
-      out.Append(slice, begin, end);
-    });
-  }
-
- private:
-  void SkipToBytes() {
-    // Slices may be empty. There is a byte ahead: callers have looked at remaining_.
-    while (offset_ == slices_[slice_].size()) {
-      ++slice_;
-      offset_ = 0;
-    }
-  }
-
-  // Moves over `bytes` <= remaining() bytes, calling `visit(slice, begin, end)` for each piece.
-  template <typename Visit>
-  void Walk(size_t bytes, const Visit& visit) {
-    position_ += bytes;
-    remaining_ -= bytes;
-    while (bytes > 0) {
-      SkipToBytes();
-      const grpc::Slice& slice = slices_[slice_];
-      const size_t piece = std::min(bytes, slice.size() - offset_);
-      visit(slice, offset_, offset_ + piece);
-      offset_ += piece;
-      bytes -= piece;
-    }
-  }
-
-  absl::Span<const grpc::Slice> slices_;
-  size_t slice_ = 0;
-  size_t offset_ = 0;    // In the slice.
-  size_t position_ = 0;  // In the message.
-  size_t remaining_ = 0;
-};
-
-absl::Status Malformed(absl::string_view what, const Cursor& at) {
-  return absl::InvalidArgumentError(absl::StrCat(what, " at byte ", at.position()));
-}
-
-// A varint of at most `max_bytes`. Bits beyond 64 are dropped, as in the generated code.
-absl::StatusOr<uint64_t> ReadVarint(Cursor& cursor, int max_bytes) {
-  uint64_t value = 0;
-  for (int i = 0; i < max_bytes; ++i) {
-    const std::optional<uint8_t> byte = cursor.NextByte();
-    if (!byte) return Malformed("truncated varint", cursor);
-    value |= static_cast<uint64_t>(*byte & 0x7f) << (7 * i);
-    if ((*byte & 0x80) == 0) return value;
-  }
-  return Malformed("varint too long", cursor);
-}
-
-struct Tag {
-  uint32_t field = 0;
-  uint8_t wire_type = 0;
-};
-
-absl::StatusOr<Tag> ReadTag(Cursor& cursor) {
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t value, ReadVarint(cursor, kMaxTagBytes));
-  // A tag is a number of 32 bits. Field number 0 is not allowed.
-  const uint32_t tag = static_cast<uint32_t>(value);
-  if (tag != value || tag >> 3 == 0) return Malformed("field number out of range", cursor);
-  return Tag{tag >> 3, static_cast<uint8_t>(tag & 7)};
-}
-
-absl::StatusOr<Cursor> TakeBytes(Cursor& cursor, uint64_t bytes) {
-  std::optional<Cursor> range = cursor.Take(bytes);
-  if (!range) {
-    return Malformed(
-        absl::StrCat("a field of ", bytes, " bytes where ", cursor.remaining(), " are left"),
-        cursor);
-  }
-  return *range;
-}
-
-// Moves past one value that is not a group.
-absl::Status SkipScalar(Cursor& cursor, uint8_t wire_type) {
-  switch (wire_type) {
-    case kVarint:
-      return ReadVarint(cursor, kMaxVarintBytes).status();
-    case kFixed64:
-      return TakeBytes(cursor, 8).status();
-    case kFixed32:
-      return TakeBytes(cursor, 4).status();
-    case kLengthDelimited: {
-      // A length has at most five bytes, as in the generated parser. TakeBytes compares it with
-      // what is there.
-      BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(cursor, kMaxTagBytes));
-      return TakeBytes(cursor, bytes).status();
-    }
-    default:
-      return Malformed("unknown wire type", cursor);
-  }
-}
-
-// Moves past the value of a field whose tag has been read.
-absl::Status SkipValue(Cursor& cursor, Tag tag) {
-  if (tag.wire_type != kStartGroup) return SkipScalar(cursor, tag.wire_type);
-  // A list, and not a recursion: the peer decides how deep groups are nested.
-  std::vector<uint32_t> open = {tag.field};
-  while (!open.empty()) {
-    BALLAST_ASSIGN_OR_RETURN(const Tag inner, ReadTag(cursor));
-    if (inner.wire_type == kStartGroup) {
-      if (open.size() == kMaxGroupDepth) return Malformed("groups nested too deeply", cursor);
-      open.push_back(inner.field);
-    } else if (inner.wire_type == kEndGroup) {
-      if (inner.field != open.back()) return Malformed("group ends that did not begin", cursor);
-      open.pop_back();
-    } else {
-      BALLAST_RETURN_IF_ERROR(SkipScalar(cursor, inner.wire_type));
-    }
-  }
-  return absl::OkStatus();
-}
-
-// Merges a serialized GradientChunk or WeightChunk into `chunk` and `payload`. `header_bytes` are
-// those of the message's headers so far.
-template <typename Chunk>
-absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload, size_t& header_bytes) {
-  while (range.remaining() > 0) {
-    BALLAST_ASSIGN_OR_RETURN(const Tag tag, ReadTag(range));
-    const bool known = tag.field == kHeaderField || tag.field == kPayloadField;
-    if (!known || tag.wire_type != kLengthDelimited) {
-      BALLAST_RETURN_IF_ERROR(SkipValue(range, tag));
-      continue;
-    }
-    BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(range, kMaxTagBytes));
-    BALLAST_ASSIGN_OR_RETURN(const Cursor content, TakeBytes(range, bytes));
-    if (tag.field == kPayloadField) {
-      payload = Payload();  // The last payload is in force.
-      content.AppendTo(payload);
-      continue;
-    }
-    // All headers of the message count together: many small ones cost as much as a large one.
-    header_bytes += bytes;
-    if (header_bytes > kMaxHeaderBytes) return Malformed("header too large", content);
-    // Unlike the payload, a header is copied: it is small, and may lie across slices.
-    std::string header;
-    content.AppendTo(header);
-    if (!chunk.mutable_header()->MergeFromString(header)) {
-      return Malformed("malformed header", content);
-    }
-  }
-  return absl::OkStatus();
-}
 
 // Which member of `Message::kind` is the bulk one. Of messages to the service what they take is
 // bounded.
@@ -256,104 +68,174 @@ struct Bulk<v1::ReadWeightsResponse> {
   static v1::WeightChunk& Mutable(v1::ReadWeightsResponse& m) { return *m.mutable_weights(); }
 };
 
-// Fields are parsed in the order of the wire, as in the generated parser: a message that occurs
-// twice is merged, and another member of the oneof replaces the previous one. Consecutive fields
-// that are not the bulk one go through the generated parser together.
-template <typename Message>
-class FrameParser {
+uint32_t BytesTag(int field) {
+  return WireFormatLite::MakeTag(field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
+}
+
+void AppendVarint(uint32_t value, std::string& out) {
+  uint8_t bytes[kMaxLengthBytes];
+  const uint8_t* const end = CodedOutputStream::WriteVarint32ToArray(value, bytes);
+  out.append(reinterpret_cast<const char*>(bytes), end - bytes);
+}
+
+// Takes the payloads out of a serialized message, and leaves the rest as it is to the generated
+// parser: which fields, members of the oneof and payloads are in force is said there alone.
+class PayloadTaker {
  public:
-  absl::StatusOr<Frame<Message>> Parse(Cursor cursor) {
-    while (cursor.remaining() > 0) {
-      Cursor start = cursor;
-      BALLAST_ASSIGN_OR_RETURN(const Tag tag, ReadTag(cursor));
-      BALLAST_RETURN_IF_ERROR(CheckBound(++fields_, kMostFields, "fields", start));
-      if (tag.field == Bulk<Message>::kField && tag.wire_type == kLengthDelimited) {
-        // What came before this field is merged first, since it may be another member of the oneof.
-        BALLAST_RETURN_IF_ERROR(MergeOthers(start));
-        BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(cursor, kMaxTagBytes));
-        BALLAST_ASSIGN_OR_RETURN(const Cursor content, TakeBytes(cursor, bytes));
-        BALLAST_RETURN_IF_ERROR(MergeChunk(content, Bulk<Message>::Mutable(frame_.message),
-                                           frame_.payload, header_bytes_));
-      } else {
-        BALLAST_RETURN_IF_ERROR(SkipValue(cursor, tag));
-        const size_t bytes = cursor.position() - start.position();
-        // The tag belongs to what the generated parser reads later.
-        other_bytes_ += bytes;
-        BALLAST_RETURN_IF_ERROR(
-            CheckBound(other_bytes_, kMaxOtherBytes, "bytes without its payload", start));
-        start.Take(bytes)->AppendTo(others_);
+  // What stands in the rest for a payload: its place in `payloads`.
+  using Number = uint32_t;
+
+  PayloadTaker(grpc::ByteBuffer& bytes, int bulk_field, bool is_to_service)
+      : bulk_tag_(BytesTag(bulk_field)),
+        most_others_(is_to_service ? kMaxOtherBytes : std::numeric_limits<size_t>::max()),
+        slices_(&bytes),
+        slices_again_(&bytes) {}
+
+  absl::Status Take(size_t bytes) {
+    // So there is always a limit, and what is left up to it is known.
+    in_.PushLimit(static_cast<int>(bytes));
+    while (const uint32_t tag = in_.ReadTag()) {
+      if (tag == bulk_tag_) {
+        BALLAST_RETURN_IF_ERROR(Copy(rest, others_, most_others_, kTooManyOthers));
+        BALLAST_RETURN_IF_ERROR(TakeFromChunk());
+      } else if (!WireFormatLite::SkipField(&in_, tag)) {
+        return Malformed("malformed field");
       }
     }
-    BALLAST_RETURN_IF_ERROR(MergeOthers(cursor));
-    return std::move(frame_);
+    if (!in_.ConsumedEntireMessage()) return Malformed("malformed tag");
+    return Copy(rest, others_, most_others_, kTooManyOthers);
   }
 
+  std::string rest;
+  std::vector<std::vector<absl::Span<const std::byte>>> payloads;
+
  private:
-  absl::Status MergeOthers(const Cursor& end) {
-    if (others_.empty()) return absl::OkStatus();
-    // Parsing is what takes the memory, so fields are counted before it. Those at the top are
-    // counted here and in Parse; the bound has room for that.
-    if (Bulk<Message>::kIsToService) {
-      google::protobuf::io::ArrayInputStream bytes(others_.data(),
-                                                   static_cast<int>(others_.size()));
-      fields_ += CountFields(*Message::descriptor(), bytes, kMostFields);
-      BALLAST_RETURN_IF_ERROR(CheckBound(fields_, kMostFields, "fields", end));
+  static constexpr char kTooManyOthers[] = "too many bytes outside its payload";
+
+  absl::Status Malformed(absl::string_view what) const {
+    return absl::InvalidArgumentError(absl::StrCat(what, " at byte ", in_.CurrentPosition()));
+  }
+
+  // Appends what was read and neither copied nor dropped; `count` is that of all such calls.
+  absl::Status Copy(std::string& out, size_t& count, size_t most, absl::string_view what) {
+    const int bytes = in_.CurrentPosition() - copy_.CurrentPosition();
+    count += bytes;
+    if (count > most) return Malformed(what);
+    const size_t before = out.size();
+    out.resize(before + bytes);
+    copy_.ReadRaw(out.data() + before, bytes);
+    return absl::OkStatus();
+  }
+  void Drop() { copy_.Skip(in_.CurrentPosition() - copy_.CurrentPosition()); }
+
+  absl::Status ReadLength(int& length) {
+    const int begin = in_.CurrentPosition();
+    if (in_.ReadVarintSizeAsInt(&length) && in_.CurrentPosition() - begin <= kMaxLengthBytes &&
+        length <= in_.BytesUntilLimit()) {
+      return absl::OkStatus();
     }
-    if (!frame_.message.MergeFromString(others_)) return Malformed("malformed fields before", end);
-    others_.clear();
-    // Another member of the oneof has come after the bulk one, and takes its place with its
-    // payload.
-    if (static_cast<int>(frame_.message.kind_case()) != Bulk<Message>::kField) {
-      frame_.payload = Payload();
+    return Malformed("a length exceeds the remaining bytes");
+  }
+
+  // Of a GradientChunk or a WeightChunk, whose length comes next.
+  absl::Status TakeFromChunk() {
+    int bytes = 0;
+    BALLAST_RETURN_IF_ERROR(ReadLength(bytes));
+    Drop();
+    std::string chunk;
+    const CodedInputStream::Limit outer = in_.PushLimit(bytes);
+    while (const uint32_t tag = in_.ReadTag()) {
+      if (tag != BytesTag(kPayloadField)) {
+        if (!WireFormatLite::SkipField(&in_, tag)) return Malformed("malformed field of a chunk");
+        continue;
+      }
+      // All headers of the message count together: many small ones cost as much as a large one.
+      BALLAST_RETURN_IF_ERROR(Copy(chunk, headers_, kMaxHeaderBytes, "header too large"));
+      BALLAST_RETURN_IF_ERROR(TakePayload());
+      const Number number = payloads.size() - 1;
+      AppendVarint(sizeof(number), chunk);
+      chunk.append(reinterpret_cast<const char*>(&number), sizeof(number));
     }
+    if (!in_.ConsumedEntireMessage()) return Malformed("malformed tag of a chunk");
+    in_.PopLimit(outer);
+    BALLAST_RETURN_IF_ERROR(Copy(chunk, headers_, kMaxHeaderBytes, "header too large"));
+    AppendVarint(chunk.size(), rest);
+    rest += chunk;
     return absl::OkStatus();
   }
 
-  static absl::Status CheckBound(size_t there, size_t most, absl::string_view what,
-                                 const Cursor& at) {
-    // A client trusts the service that it has chosen; a service cannot trust its clients.
-    if (!Bulk<Message>::kIsToService || there <= most) return absl::OkStatus();
-    return Malformed(absl::StrCat("more than ", most, " ", what), at);
+  absl::Status TakePayload() {
+    int left = 0;
+    BALLAST_RETURN_IF_ERROR(ReadLength(left));
+    payloads.emplace_back();
+    while (left > 0) {
+      const void* data = nullptr;
+      int bytes = 0;
+      if (!in_.GetDirectBufferPointer(&data, &bytes)) return Malformed("truncated payload");
+      bytes = std::min(bytes, left);
+      payloads.back().emplace_back(static_cast<const std::byte*>(data), bytes);
+      in_.Skip(bytes);
+      left -= bytes;
+    }
+    Drop();
+    return absl::OkStatus();
   }
 
-  Frame<Message> frame_;
-  std::string others_;
-  size_t fields_ = 0;
-  size_t header_bytes_ = 0;
-  size_t other_bytes_ = 0;
+  const uint32_t bulk_tag_;
+  const size_t most_others_;
+  grpc::ProtoBufferReader slices_;
+  grpc::ProtoBufferReader slices_again_;
+  CodedInputStream in_{&slices_};
+  CodedInputStream copy_{&slices_again_};  // Follows `in_`.
+  size_t headers_ = 0;                     // Bytes, as of the next.
+  size_t others_ = 0;
 };
 
 std::string NotA(const google::protobuf::Message& message) {
   return absl::StrCat("not a ", message.GetDescriptor()->full_name());
 }
 
-absl::StatusOr<std::vector<grpc::Slice>> SlicesOf(const grpc::ByteBuffer& bytes,
-                                                  const google::protobuf::Message& message) {
-  std::vector<grpc::Slice> slices;
-  if (!bytes.Dump(&slices).ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(NotA(message), ": no bytes"));
+template <typename Message>
+absl::Status ParseInto(std::unique_ptr<grpc::ByteBuffer> bytes, Frame<Message>& frame) {
+  using Kind = Bulk<Message>;
+  if (!bytes->Valid()) return absl::InvalidArgumentError("no bytes");
+  const size_t size = bytes->Length();
+  if (size > std::numeric_limits<int>::max()) return absl::InvalidArgumentError("too many bytes");
+  PayloadTaker taker(*bytes, Kind::kField, Kind::kIsToService);
+  BALLAST_RETURN_IF_ERROR(taker.Take(size));
+  // Parsing is what takes the memory, so fields are counted before it. A client trusts the service
+  // that it has chosen; a service cannot trust its clients. A field has at least two bytes.
+  if (Kind::kIsToService && taker.rest.size() > 2 * kMostFields) {
+    google::protobuf::io::ArrayInputStream rest(taker.rest.data(),
+                                                static_cast<int>(taker.rest.size()));
+    if (CountFields(*Message::descriptor(), rest, kMostFields) > kMostFields) {
+      return absl::InvalidArgumentError(absl::StrCat("more than ", kMostFields, " fields"));
+    }
   }
-  return slices;
+  if (!frame.message.ParseFromString(taker.rest)) {
+    return absl::InvalidArgumentError("malformed fields");
+  }
+  if (static_cast<int>(frame.message.kind_case()) != Kind::kField) return absl::OkStatus();
+  std::string& place = *Kind::Mutable(frame.message).mutable_payload();
+  if (place.empty()) return absl::OkStatus();
+  PayloadTaker::Number number = 0;
+  std::memcpy(&number, place.data(), sizeof(number));
+  place.clear();
+  frame.payload = Payload(std::move(bytes), std::move(taker.payloads[number]));
+  return absl::OkStatus();
 }
 
 template <typename Message>
 absl::StatusOr<Frame<Message>> ParseFrame(const grpc::ByteBuffer& bytes) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf(bytes, Message()));
-  absl::StatusOr<Frame<Message>> frame = FrameParser<Message>().Parse(Cursor(slices));
-  if (!frame.ok()) {
-    return WithReason(Annotate(frame.status(), NotA(Message())), reason::kMalformedMessage);
-  }
-  if (frame->payload.size_bytes() > 0) frame->payload.KeepWhole(bytes);
-  return frame;
-}
-
-void AppendVarint(uint64_t value, std::string& out) {
-  for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>(value | 0x80));
-  out.push_back(static_cast<char>(value));
+  Frame<Message> frame;
+  // Another reference to the same slices.
+  const absl::Status parsed = ParseInto(std::make_unique<grpc::ByteBuffer>(bytes), frame);
+  if (parsed.ok()) return frame;
+  return WithReason(Annotate(parsed, NotA(Message())), reason::kMalformedMessage);
 }
 
 void AppendLengthDelimitedTag(int field, uint64_t bytes, std::string& out) {
-  AppendVarint(static_cast<uint64_t>(field) << 3 | kLengthDelimited, out);
+  AppendVarint(BytesTag(field), out);
   AppendVarint(bytes, out);
 }
 
@@ -390,16 +272,10 @@ grpc::ByteBuffer SerializeBulk(int field, const google::protobuf::MessageLite& h
 
 }  // namespace
 
-void Payload::Append(const grpc::Slice& slice, size_t begin, size_t end) {
-  if (begin == end) return;
-  const grpc::Slice& kept = slices_.emplace_back(slice);
-  pieces_.push_back(
-      absl::MakeConstSpan(reinterpret_cast<const std::byte*>(kept.begin()) + begin, end - begin));
-  size_bytes_ += end - begin;
-}
-
-void Payload::KeepWhole(const grpc::ByteBuffer& message) {
-  message_ = std::make_unique<const grpc::ByteBuffer>(message);
+Payload::Payload(std::unique_ptr<const grpc::ByteBuffer> message,
+                 std::vector<absl::Span<const std::byte>> pieces)
+    : message_(std::move(message)), pieces_(std::move(pieces)) {
+  for (const absl::Span<const std::byte> piece : pieces_) size_bytes_ += piece.size();
 }
 
 void Payload::CopyTo(std::byte* out) const {
@@ -425,26 +301,25 @@ absl::StatusOr<Frame<v1::ReadWeightsResponse>> ParseReadWeightsResponse(
 }
 
 absl::Status ParseInto(const grpc::ByteBuffer& bytes, google::protobuf::Message& message) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf(bytes, message));
-  std::string flat;
-  Cursor(slices).AppendTo(flat);
-  if (message.ParseFromString(flat)) return absl::OkStatus();
+  grpc::ByteBuffer same = bytes;  // Another reference.
+  grpc::ProtoBufferReader reader(&same);
+  if (reader.status().ok() && message.ParseFromZeroCopyStream(&reader)) return absl::OkStatus();
   return WithReason(absl::InvalidArgumentError(NotA(message)), reason::kMalformedMessage);
 }
 
 absl::Status ParseRequestInto(const grpc::ByteBuffer& bytes, size_t most_bytes,
                               google::protobuf::Message& message) {
   const auto refuse = [&message](absl::string_view what, absl::string_view why) {
-    return WithReason(absl::InvalidArgumentError(absl::StrCat(
-                          "the request is ", what, message.GetDescriptor()->full_name(), why,
-                          "; send one as in ballast.proto")),
+    return WithReason(absl::InvalidArgumentError(absl::StrCat("the request is ", what,
+                                                              message.GetDescriptor()->full_name(),
+                                                              why, "; see proto/ballast/v1")),
                       reason::kMalformedMessage);
   };
   // Bytes are compared first, which costs nothing; then fields are counted in the slices; only what
   // passes both is copied and parsed.
   if (bytes.Length() > most_bytes) {
-    return refuse("too large for a ",
-                  absl::StrCat(": it has ", bytes.Length(), " bytes, of ", most_bytes, " at most"));
+    return refuse("too large for a ", absl::StrCat(": it has ", bytes.Length(),
+                                                   " bytes; expected at most ", most_bytes));
   }
   grpc::ByteBuffer same = bytes;  // Another reference.
   grpc::ProtoBufferReader reader(&same);

@@ -15,51 +15,36 @@
 
 #include <google/protobuf/message.h>
 #include <grpcpp/support/byte_buffer.h>
-#include <grpcpp/support/slice.h>
 
 #include <cstddef>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/train.pb.h"
 
 namespace ballast::proto {
 
-// Payload bytes, in pieces cut anywhere, that live as long as this object.
+// Payload bytes in pieces, cut anywhere, that live as long as this object.
 class Payload {
  public:
   Payload() = default;
-  Payload(Payload&&) = default;
-  // Not member by member: `message_` goes last here as well.
-  Payload& operator=(Payload other) noexcept {
-    message_.swap(other.message_);
-    slices_.swap(other.slices_);
-    pieces_.swap(other.pieces_);
-    std::swap(size_bytes_, other.size_bytes_);
-    return *this;
-  }
+  // `pieces` lie in the slices of `message`.
+  Payload(std::unique_ptr<const grpc::ByteBuffer> message,
+          std::vector<absl::Span<const std::byte>> pieces);
 
   absl::Span<const absl::Span<const std::byte>> pieces() const { return pieces_; }
   size_t size_bytes() const { return size_bytes_; }
-  // Adds bytes [begin, end) of `slice`.
-  void Append(const grpc::Slice& slice, size_t begin, size_t end);
   // Copies all pieces to `out`, which has size_bytes() bytes.
   void CopyTo(std::byte* out) const;
-  // `message` has all slices that were appended.
-  void KeepWhole(const grpc::ByteBuffer& message);
 
  private:
-  // It goes last and so frees the slices. In gRPC 1.51 only the end of a ByteBuffer does that within
-  // an ExecCtx. A slice that frees memory of a used-up ResourceQuota without one crashes.
+  // The whole message rather than its slices: in gRPC 1.51 only a ByteBuffer's end frees them
+  // within an ExecCtx. If a slice frees memory of an exhausted ResourceQuota without an ExecCtx, it
+  // crashes.
   std::unique_ptr<const grpc::ByteBuffer> message_;
-  // References, not copies. gRPC keeps the bytes of a very short slice in the slice object itself,
-  // so these must not move: hence a deque, and no copying.
-  std::deque<grpc::Slice> slices_;
   std::vector<absl::Span<const std::byte>> pieces_;
   size_t size_bytes_ = 0;
 };
@@ -92,10 +77,10 @@ absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes) {
   return message;
 }
 
-// What requests have that have no description of a job: names and numbers.
+// The size limit of requests without a description of a job: they have names and numbers.
 inline constexpr size_t kMaxRequestBytes = 64 << 10;
-// The same for what any peer may have sent, without the fields that `message` does not have.
-// INVALID_ARGUMENT, before anything is parsed, also for more bytes, or fields (field_count.h).
+// The same for bytes from any peer, without unknown fields. INVALID_ARGUMENT, before anything is
+// parsed, also for too many bytes or fields (field_count.h).
 absl::Status ParseRequestInto(const grpc::ByteBuffer& bytes, size_t most_bytes,
                               google::protobuf::Message& message);
 template <typename Message>

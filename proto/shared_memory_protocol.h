@@ -1,5 +1,5 @@
-// The messages on the unix socket over which a worker gets the memory that it shares with the
-// service. SOCK_SEQPACKET, one message each way:
+// The messages on the unix socket over which a worker gets its memory shared with the service.
+// SOCK_SEQPACKET, one message each way:
 //
 //   worker   the offer's token, kSharedMemoryTokenBytes bytes
 //   service  one byte kSharedMemoryGranted with the memory file's descriptor (SCM_RIGHTS), or one

@@ -29,30 +29,30 @@ struct Cause {
   absl::string_view means;
 };
 constexpr absl::string_view kClosed =
-    "what listens there closed the connection: no ballastd, or one that wants TLS, or another "
+    "the server there closed the connection: it is not ballastd, or it requires TLS or another "
     "certificate (--tls-ca, --tls-cert)";
 // The first one whose words are in the message counts. The last two say least, so they come last.
 constexpr Cause kCauses[] = {
     {"Connection refused", "nothing listens there"},
     {"No such file or directory", "there is no such socket"},
-    {"Permission denied", "this user may not connect to it"},
-    {"DNS resolution failed", "its name is not known"},
-    {"No route to host", "no network leads there"},
-    {"Network is unreachable", "no network leads there"},
+    {"Permission denied", "this user has no permission to connect"},
+    {"DNS resolution failed", "its name cannot be resolved"},
+    {"No route to host", "there is no route to it"},
+    {"Network is unreachable", "there is no route to it"},
     {"before receiving SETTINGS",
-     "what listens there says nothing: no ballastd, or one that hangs"},
-    {"http1.x", "what listens there is no ballastd"},
-    {"Failed parsing HTTP/2", "what listens there is no ballastd"},
-    {"Received http2 header with status", "what listens there is no ballastd"},
+     "the server there does not answer: it is not ballastd, or it hangs"},
+    {"http1.x", "the server there is not ballastd"},
+    {"Failed parsing HTTP/2", "the server there is not ballastd"},
+    {"Received http2 header with status", "the server there is not ballastd"},
     {"timed out", "connecting took too long"},
     {"certificate verify failed",
-     "its certificate is not of the authority in --tls-ca, or has expired"},
-    {"Hostname Verification", "its certificate is of another host name"},
-    {"wrong version number", "what listens there does not speak TLS: give no --tls-ca"},
-    {"alert certificate required", "it wants a certificate: give --tls-cert and --tls-key"},
+     "its certificate is not signed by the authority in --tls-ca, or has expired"},
+    {"Hostname Verification", "its certificate is for another host name"},
+    {"wrong version number", "the server there does not use TLS: leave out --tls-ca"},
+    {"alert certificate required", "it requires a certificate: give --tls-cert and --tls-key"},
     {"alert certificate expired", "this client's certificate has expired"},
-    {"alert unknown ca", "this client's certificate is of an authority that it does not know"},
-    {"alert bad certificate", "it does not take this client's certificate"},
+    {"alert unknown ca", "it does not trust the authority of this client's certificate"},
+    {"alert bad certificate", "it rejects this client's certificate"},
     {"Socket closed", kClosed},
     {"Connection reset", kClosed},
 };
@@ -60,15 +60,12 @@ constexpr Cause kCauses[] = {
 // What gRPC says of a call by itself, without the service, and what its caller can do.
 constexpr Cause kOfCalls[] = {
     {"Deadline Exceeded",
-     "the service did not answer in the time that the call had; it is busy or stopped, see its "
-     "log"},
+     "the service did not answer before the call's deadline; it is busy or stopped, see its log"},
     {"Received message larger than max",
-     "a message is larger than its receiver takes, which is 32 MiB here; send less at once, or "
-     "have "
-     "the client accept as much (grpc.max_receive_message_length)"},
-    {"Sent message larger than max",
-     "a message is larger than the 32 MiB that are sent at once; ask for less"},
-    {"Compression algorithm", "the service takes nothing compressed; send messages as they are"},
+     "a message exceeds its receiver's limit, here 32 MiB; send less at once, or raise the "
+     "client's limit (grpc.max_receive_message_length)"},
+    {"Sent message larger than max", "a message exceeds the sender's limit, 32 MiB; ask for less"},
+    {"Compression algorithm", "the service takes no compressed messages; send them uncompressed"},
 };
 
 constexpr absl::string_view kNotConnected = "failed to connect to all addresses";

@@ -15,15 +15,15 @@ namespace ballast::proto {
 // Same code and message, with google.rpc.ErrorInfo {domain "ballast", reason} in the details: the
 // status's reason (common/reason.h), or the code's name if it has none.
 grpc::Status ToGrpc(const absl::Status& status);
-// How many errors of each code, by its number, ToGrpc has been given in this process.
+// The number of errors of each code, by its number, that ToGrpc has converted in this process.
 std::array<uint64_t, 17> ErrorCounts();
-// And back, with the reason. gRPC's own error for a service that cannot be reached becomes one that
-// says where it was looked for and what to do.
+// The reverse, with the reason. gRPC's error for an unreachable service becomes one with the
+// address and what to do.
 absl::Status FromGrpc(const grpc::Status& status);
-// Why no service was reached, or the connection to it broke: "nothing listens there". Empty: it is
-// not that. gRPC's own words, which such a status has, help no reader.
+// Why no service was reached, or why the connection broke: "nothing listens there". Empty: another
+// error. gRPC's own message in such a status does not help.
 std::string CauseOfUnreachable(const grpc::Status& status);
-// Where that was last tried, as gRPC had resolved it: "10.0.0.1:7070". Empty: it does not say.
+// gRPC's resolved address of the last attempt: "10.0.0.1:7070". Empty: unknown.
 std::string AddressTried(const grpc::Status& status);
 
 }  // namespace ballast::proto

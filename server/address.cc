@@ -64,7 +64,7 @@ absl::StatusOr<Address> ParseAddress(const std::string& text) {
 bool IsLocal(const Address& address) {
   if (!address.unix_path.empty() || address.host == "localhost") return true;
   // Any other name counts as one that other hosts can reach: where it leads is only known once it
-  // is listened on (Listener::Add).
+  // is listened on (ListeningSockets::Add).
   in_addr v4;
   if (inet_pton(AF_INET, address.host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
   in6_addr v6;
@@ -86,29 +86,53 @@ absl::Status CheckUnixSocketIsFree(const Address& address) {
       connect(socket.number(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0;
   const int error = answered ? 0 : errno;
   switch (error) {
-    // A socket that no process listens on is left over from one that has ended; Listener::Add
+    // A socket that no process listens on is left over from one that has ended; ListeningSockets::Add
     // replaces it.
     case ECONNREFUSED:
-    // There is nothing, or there cannot be: Listener::Add says what is wrong with the path.
+    // There is nothing, or there cannot be: ListeningSockets::Add says what is wrong with the path.
     case ENOENT:
     case ENOTDIR:
       return absl::OkStatus();
     case 0:
     case EAGAIN:  // So many connections wait for that process that it takes no more for now.
-      return absl::UnavailableError(absl::StrCat(
-          "cannot listen on ", address.text, ": another process does; stop it or choose another"));
+      return absl::UnavailableError(
+          absl::StrCat("cannot listen on ", address.text,
+                       ": another process listens there; stop it or choose another"));
     case EACCES:
-      // In a folder that this user may not even enter nothing can be replaced: Listener::Add says
+      // In a folder that this user may not even enter nothing can be replaced: ListeningSockets::Add says
       // what is wrong.
       if (faccessat(AT_FDCWD, address.folder().c_str(), X_OK, AT_EACCESS) != 0) {
         return absl::OkStatus();
       }
       [[fallthrough]];
     default:  // Such as EACCES: the socket of another user, whose process may live.
-      return absl::UnavailableError(absl::StrCat(
-          "cannot listen on ", address.text, ": whether another process does cannot be told (",
-          std::strerror(error), "); stop it and remove that file, or choose another"));
+      return absl::UnavailableError(
+          absl::StrCat("cannot listen on ", address.text,
+                       ": cannot tell whether another process listens there (",
+                       std::strerror(error), "); stop it and remove that file, or choose another"));
   }
+}
+
+std::string PeerAt(const sockaddr_storage& name) {
+  char host[INET6_ADDRSTRLEN] = {};
+  if (name.ss_family == AF_INET) {
+    const auto& of = reinterpret_cast<const sockaddr_in&>(name);
+    inet_ntop(AF_INET, &of.sin_addr, host, sizeof(host));
+    return absl::StrCat("ipv4:", host, ":", ntohs(of.sin_port));
+  }
+  if (name.ss_family != AF_INET6) return "";
+  const auto& of = reinterpret_cast<const sockaddr_in6&>(name);
+  // ::ffff:a.b.c.d (RFC 4291, 2.5.5.2) is how a socket of both families shows a client of IPv4.
+  // gRPC names that one by its IPv4 address.
+  if (IN6_IS_ADDR_V4MAPPED(&of.sin6_addr)) {
+    constexpr size_t kMappedAt = 12;
+    inet_ntop(AF_INET, &of.sin6_addr.s6_addr[kMappedAt], host, sizeof(host));
+    return absl::StrCat("ipv4:", host, ":", ntohs(of.sin6_port));
+  }
+  inet_ntop(AF_INET6, &of.sin6_addr, host, sizeof(host));
+  // gRPC's names are URIs, in which the brackets and the sign before a link are percent-encoded.
+  const std::string link = of.sin6_scope_id == 0 ? "" : absl::StrCat("%25", of.sin6_scope_id);
+  return absl::StrCat("ipv6:%5B", host, link, "%5D:", ntohs(of.sin6_port));
 }
 
 }  // namespace ballast::server

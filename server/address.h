@@ -2,6 +2,8 @@
 #ifndef BALLAST_SERVER_ADDRESS_H_
 #define BALLAST_SERVER_ADDRESS_H_
 
+#include <sys/socket.h>
+
 #include <string>
 
 #include "absl/status/status.h"
@@ -15,7 +17,7 @@ struct Address {
   int port = 0;           // 0: the system chooses.
   std::string unix_path;  // Empty for TCP.
 
-  std::string folder() const;  // That the unix socket is in.
+  std::string folder() const;  // The unix socket's folder.
 };
 
 // "HOST:PORT", "[IPV6]:PORT" or "unix:/path". INVALID_ARGUMENT otherwise.
@@ -24,9 +26,14 @@ absl::StatusOr<Address> ParseAddress(const std::string& text);
 // Whether only this host can reach it: a unix socket, localhost, 127.0.0.0/8 or ::1.
 bool IsLocal(const Address& address);
 
-// UNAVAILABLE if another process listens on this unix socket, or if that cannot be told:
-// Listener::Add would silently take its place.
+// UNAVAILABLE if another process listens on this unix socket, or if that is unknown:
+// ListeningSockets::Add would silently replace it.
 absl::Status CheckUnixSocketIsFree(const Address& address);
+
+// gRPC's name for the peer of a TCP connection: "ipv4:127.0.0.1:50051" or "ipv6:%5B::1%5D:50051";
+// for a link-local address with the link's number, "ipv6:%5Bfe80::1%254%5D:50051". Empty: not a TCP
+// address.
+std::string PeerAt(const sockaddr_storage& name);
 
 }  // namespace ballast::server
 

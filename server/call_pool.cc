@@ -8,8 +8,8 @@ absl::StatusOr<CallPool::Place> CallPool::Enter() {
   // Counted first and compared then: with a look before, two callers could both get the last place.
   if (calls_.fetch_add(1) < most_calls_) return Place(this);
   --calls_;
-  return absl::ResourceExhaustedError(
-      absl::StrCat("the service has ", most_calls_, " ", kind_, " in progress; try again later"));
+  return absl::ResourceExhaustedError(absl::StrCat("the service already runs ", most_calls_, " ",
+                                                   kind_, ", its maximum; try again later"));
 }
 
 bool CallPool::AnswerWaits(size_t bytes) {

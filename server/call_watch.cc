@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "cpu_optimizer_service/common/system/memory_guard.h"
-
 namespace ballast::server {
 namespace {
 
@@ -47,7 +45,6 @@ void WatchedCall::Ended() {
   const std::thread::id here = std::this_thread::get_id();
   // The look uses, without the lock, what the caller destroys after this.
   while (looking_ != std::thread::id() && looking_ != here) looked_.Wait(mutex_);
-  ended_ = true;
   std::swap(cancel, cancel_);
   std::swap(over, over_if_);
 }
@@ -63,7 +60,7 @@ void WatchedCall::Look(Clock::time_point now) {
     if (!over_since_.has_value()) std::swap(over, over_if_);
   }
   bool is_over = false;
-  if (over != nullptr) (void)RunsInMemory([&] { is_over = over(); });
+  if (over != nullptr) is_over = over();
   {
     MutexLock lock(mutex_);
     // Back for the next look, unless IsOverIf has given another one meanwhile.
@@ -77,11 +74,9 @@ void WatchedCall::Look(Clock::time_point now) {
             : must_act_since_.has_value() && Seconds(now - *must_act_since_) > patience_seconds_;
     if (too_late) std::swap(cancel, cancel_);
   }
-  const bool lacked_memory = cancel != nullptr && !RunsInMemory(cancel);
+  if (cancel != nullptr) cancel();
   {
     MutexLock lock(mutex_);
-    // For the next look, unless the call has ended within this.
-    if (lacked_memory && !ended_) std::swap(cancel, cancel_);
     looking_ = std::thread::id();
   }
   looked_.NotifyAll();
@@ -102,18 +97,15 @@ std::shared_ptr<WatchedCall> CallWatch::Watch(std::function<void()> cancel,
 
 void CallWatch::Look() {
   std::vector<std::shared_ptr<WatchedCall>> calls;
-  // Those for whose list there is no memory are looked at later.
-  (void)RunsInMemory([&] {
+  {
     MutexLock lock(mutex_);
     std::erase_if(calls_, [](const auto& call) { return call.expired(); });
     for (const auto& call : calls_) {
       if (auto alive = call.lock()) calls.push_back(std::move(alive));
     }
-  });
-  // Without the lock: cancelling may call into gRPC.
-  for (const auto& call : calls) {
-    (void)RunsInMemory([&] { call->Look(WatchedCall::Clock::now()); });
   }
+  // Without the lock: cancelling may call into gRPC.
+  for (const auto& call : calls) call->Look(WatchedCall::Clock::now());
   // These may be the last references to calls that have ended meanwhile. They go before the heap is
   // trimmed, which is what a service does every second (call_pool.h).
   calls.clear();

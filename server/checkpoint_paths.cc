@@ -8,6 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 
@@ -38,27 +39,25 @@ absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& director
                                                      const std::string& peer) const {
   if (IsCheckpointName(directory)) {
     if (names_ != nullptr) return names_->PathOf(directory);
-    return absl::FailedPreconditionError(
-        absl::StrCat("'", directory,
-                     "' is a name under the service's --checkpoint-dir, and it has none; start "
-                     "ballastd with one, or give an absolute path on its host"));
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "'", directory,
+            "' is a name under --checkpoint-dir, but the service runs without one; start ballastd "
+            "with --checkpoint-dir, or give an absolute path on its host")),
+        reason::kNoCheckpointDir);
   }
+  BALLAST_RETURN_IF_ERROR(CheckCheckpointDirectory(directory));
   // A zero byte would end the path for the system, behind all that was checked here.
-  if (!absl::StartsWith(directory, "/") || directory.size() > kMostPathBytes ||
-      directory.find('\0') != std::string::npos) {
-    // What the caller sent stands in the answer and may stand in the log: a part of it, made
-    // printable.
-    return absl::InvalidArgumentError(absl::StrCat(
-        "directory is '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
-        "'; give a name under the service's --checkpoint-dir (1 to 128 letters, digits, '.', '_' "
-        "or '-', beginning without '.'; of one of its checkpoints NAME/step-STEP.GENERATION), or "
-        "an absolute path on its host"));
+  if (directory.size() > kMostPathBytes || directory.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", absl::Utf8SafeCEscape(directory.substr(0, 128)), "' is too long a path (",
+                     kMostPathBytes, " bytes at most), or has a zero byte"));
   }
   if (MayNamePaths(peer)) return directory;
-  return absl::PermissionDeniedError(absl::StrCat(
-      "paths such as '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
-      "' are taken only over a unix socket to which only the service's user can connect, or "
-      "with ballastd --allow-paths; give a name under its --checkpoint-dir"));
+  return absl::PermissionDeniedError(
+      absl::StrCat("absolute paths such as '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
+                   "' need a unix socket to which only the service's user can connect, or ballastd "
+                   "--allow-paths; give a name under its --checkpoint-dir"));
 }
 
 absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& directory,

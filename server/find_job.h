@@ -1,5 +1,5 @@
-// From resource names to jobs and parameters, for callers who may use them: PERMISSION_DENIED for
-// the others, whether there is such a job or not.
+// From resource names to jobs and parameters, for callers who may use them. Other callers get
+// PERMISSION_DENIED, whether the job exists or not.
 #ifndef BALLAST_SERVER_FIND_JOB_H_
 #define BALLAST_SERVER_FIND_JOB_H_
 
@@ -18,17 +18,17 @@ namespace ballast::server {
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
                                              const std::string& name);
 
-// The same, and NOT_FOUND if the job's unique id is not `uid`: another job has the name now.
+// The same. NOT_FOUND also if the job's unique id is not `uid`: another job has the name now.
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
                                              const std::string& name, const std::string& uid);
 
-// The job that is derived from the one of that uid (Engine::FindDerived).
+// The job that is derived from the one with that uid (Engine::FindDerived).
 absl::StatusOr<std::shared_ptr<Job>> FindDerived(const Engine& engine, const Caller& caller,
                                                  const std::string& name,
                                                  const std::string& from_uid);
 
-// Whether the job has been closed by now, or the caller may not use it any more. Cheap; keeps
-// nothing of the job. The engine outlives it.
+// Whether the job has been closed, or the caller may not use it any more. Cheap; keeps nothing of
+// the job alive. The engine outlives it.
 std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const Job& job);
 
 struct FoundParameter {

@@ -2,20 +2,15 @@
 
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/descriptor.pb.h>
-#include <grpcpp/server_context.h>
 
-#include <atomic>
-#include <memory>
 #include <set>
 #include <string>
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "proto/frame.h"
-#include "server/call_guard.h"
+#include "proto/status.h"
+#include "server/call_errors.h"
 
 namespace ballast::server {
 namespace {
@@ -24,7 +19,8 @@ namespace v1alpha = grpc::reflection::v1alpha;
 using ::google::protobuf::DescriptorPool;
 
 // What this program may serve.
-constexpr const char* kFiles[] = {"ballast/v1/ballast.proto", "ballast/v1/diagnostics.proto",
+constexpr const char* kFiles[] = {"ballast/v1/jobs.proto", "ballast/v1/train.proto",
+                                  "ballast/v1/state.proto", "ballast/v1/diagnostics.proto",
                                   "grpc/reflection/v1alpha/reflection.proto"};
 constexpr char kHealth[] = "grpc.health.v1.Health";  // gRPC's, without a file.
 
@@ -79,87 +75,44 @@ v1alpha::ServerReflectionResponse Answer(const v1alpha::ServerReflectionRequest&
 // after the other.
 class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  Stream(CallPools& pools, grpc::CallbackServerContext& context)
-      : pool_(pools.reflection),
-        watched_(
-            pool_.watch().Watch([this, &context] { GiveUp(context); }, WatchedCall::kOpenSeconds)) {
+  explicit Stream(CallPool& pool) : pool_(pool) {
     absl::StatusOr<CallPool::Place> place = pool_.Enter();
     if (!place.ok()) {
-      Finish(EndOf(place.status()));
+      Finish(proto::ToGrpc(place.status()));
       return;
     }
     place_ = *std::move(place);
-    Read();
-  }
-
-  void OnReadDone(bool ok) override {
-    // Whoever clears it, this or the watch, says what becomes of the stream, which can be finished
-    // only once.
-    if (!reading_.exchange(false)) return;  // The watch has ended it.
-    watched_->PeerActed();
-    if (!ok) return Finish(grpc::Status::OK);
-    // Descriptors are copied and serialized for an answer: not on a thread of gRPC's.
-    const absl::Status queued = GuardedRun([this] { pool_.Run([this] { Work(); }); });
-    if (!queued.ok()) Finish(EndOf(queued));
-  }
-  void OnWriteDone(bool ok) override {
-    watched_->PeerActed();
-    ok ? Read() : Finish(EndOf(GoneError("reader")));
-  }
-  void OnDone() override {
-    // First: a look may be in GiveUp, and this waits for its end.
-    watched_->Ended();
-    delete this;
-  }
-
- private:
-  void Read() {
-    // All of it before the read begins: the message may be there before StartRead has returned.
-    reading_ = true;
-    watched_->PeerMustAct();
     StartRead(&bytes_);
   }
 
+  void OnReadDone(bool ok) override {
+    if (!ok) return Finish(grpc::Status::OK);
+    // Descriptors are copied and serialized for an answer: not on a thread of gRPC's.
+    pool_.Run([this] { Work(); });
+  }
+  void OnWriteDone(bool ok) override {
+    ok ? StartRead(&bytes_) : Finish(proto::ToGrpc(GoneError("reader")));
+  }
+  void OnDone() override { delete this; }
+
+ private:
   void Work() {
-    const absl::Status answered = Guarded([this]() -> absl::Status {
-      BALLAST_ASSIGN_OR_RETURN(const auto request,
-                               proto::ParseRequest<v1alpha::ServerReflectionRequest>(bytes_));
-      bytes_ = proto::SerializeControl(Answer(request));
-      return absl::OkStatus();
-    });
-    if (!answered.ok()) return Finish(EndOf(answered));
-    watched_->PeerMustAct();
+    const auto request = proto::ParseRequest<v1alpha::ServerReflectionRequest>(bytes_);
+    if (!request.ok()) return Finish(proto::ToGrpc(request.status()));
+    bytes_ = proto::SerializeControl(Answer(*request));
     StartWrite(&bytes_);
   }
 
-  // For the watch: ends what asks nothing, and cancels what takes no answer.
-  void GiveUp(grpc::CallbackServerContext& context) {
-    // Before the stream is this one's to end: were there no memory for the text after that, nobody
-    // would end it.
-    const absl::Status why = OrOutOfMemory([] {
-      return absl::DeadlineExceededError(
-          absl::StrCat("no request arrived within ", WatchedCall::kOpenSeconds,
-                       " seconds; open another stream when there is one"));
-    });
-    // While a read is under way there is no write, so the stream can end with its reason. A write
-    // that hangs can only be cancelled.
-    if (!reading_.exchange(false)) return context.TryCancel();
-    Finish(EndOf(why));
-  }
-
   CallPool& pool_;
-  const std::shared_ptr<WatchedCall> watched_;
   CallPool::Place place_;
-  std::atomic<bool> reading_ = false;
   grpc::ByteBuffer bytes_;  // The request, then the answer.
 };
 
 }  // namespace
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Reflection::ServerReflectionInfo(
-    grpc::CallbackServerContext* context) {
-  return MakeReactor<grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>>(
-      [&] { return new Stream(pools_, *context); });
+    grpc::CallbackServerContext*) {
+  return new Stream(pools_.reflection);
 }
 
 }  // namespace ballast::server

@@ -1,6 +1,7 @@
-// What grpcurl and the like ask: which services there are, and what their messages look like.
+// Reflection for grpcurl and similar tools: the services, and the fields of their messages.
 //
-// gRPC's own reflection keeps a thread for each stream, and parses whatever comes.
+// gRPC's own reflection keeps a thread for each stream and parses everything: one message of 31 MiB
+// takes 2 GiB. Here a message with too many bytes or fields is refused first.
 #ifndef BALLAST_SERVER_REFLECTION_H_
 #define BALLAST_SERVER_REFLECTION_H_
 
@@ -9,7 +10,7 @@
 
 namespace ballast::server {
 
-// Thread-safe. Answers every caller: it says nothing of jobs. The pools outlive its calls.
+// Thread-safe. Answers every caller: it reveals nothing about jobs. The pools outlive its calls.
 class Reflection final : public grpc::reflection::v1alpha::ServerReflection::
                              WithRawCallbackMethod_ServerReflectionInfo<
                                  grpc::reflection::v1alpha::ServerReflection::Service> {

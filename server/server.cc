@@ -21,15 +21,14 @@
 #include "server/address.h"
 #include "server/call_pool.h"
 #include "server/checkpoint_paths.h"
-#include "server/interceptors.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/listener.h"
 #include "server/reflection.h"
-#include "server/reset_watch.h"
 #include "server/shared_memory/shared_memory_server.h"
 #include "server/train/train_service.h"
 #include "server/transport_settings.h"
+#include "server/unknown_methods.h"
 
 namespace ballast::server {
 namespace {
@@ -41,10 +40,9 @@ absl::Status CheckOpenness(const Address& address, const ServerOptions& options)
   // Also with --insecure: over TCP without TLS neither a token nor a certificate counts.
   if (!access.roles.empty() && !tls && address.unix_path.empty()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("with --roles-file every call to ", address.text,
-                     " would be refused, because nothing there says who calls: give --tls-cert and "
-                     "--tls-key, or listen on a "
-                     "unix socket"));
+        absl::StrCat("with --roles-file the service would refuse every call to ", address.text,
+                     ", because callers cannot identify themselves there: give --tls-cert and "
+                     "--tls-key, or listen on a unix socket"));
   }
   const bool callers_are_known = !access.roles.empty() || !access.tls_client_ca.empty();
   if (IsLocal(address) || options.insecure || (tls && callers_are_known)) {
@@ -52,7 +50,7 @@ absl::Status CheckOpenness(const Address& address, const ServerOptions& options)
   }
   return absl::InvalidArgumentError(absl::StrCat(
       "refusing to listen on ", address.text, ": other hosts could reach it ",
-      tls ? "without saying who they are; give --tls-client-ca or --roles-file"
+      tls ? "without authentication; give --tls-client-ca or --roles-file"
           : "without encryption; give --tls-cert, --tls-key and --tls-client-ca or --roles-file",
       ", use a loopback address, or --insecure"));
 }
@@ -147,7 +145,6 @@ struct Server::Impl {
   const CheckpointPaths checkpoint_paths;
   std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
   CallPools pools;
-  ResetWatch resets;
   JobService job_service;
   TrainService train_service;
   StateService state_service;
@@ -165,7 +162,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
                                   const std::vector<grpc::Service*>& more_services) {
   grpc::ServerBuilder builder;
   ConfigureTransport(builder, engine.memory().limit_bytes());
-  other_methods = InterceptCalls(builder, resets);
+  other_methods = AnswerUnknownMethods(builder);
   // Acceptors are parts of the builder, so all of them are made before the server is.
   Acceptor tcp = MakeAcceptor(builder, tls->credentials());
   auto unix_users = std::make_shared<UnixUsers>(
@@ -175,16 +172,16 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
   builder.RegisterService(&state_service);
   builder.RegisterService(&reflection);
   for (grpc::Service* service : more_services) builder.RegisterService(service);
-  listener = std::make_unique<Listener>();
+  ListeningSockets sockets;
   const auto warn = [](const std::string& line) { spdlog::warn("{}", line); };
   // Addresses that are listened on no more are given up first, as a new one may need their port,
   // and are forgotten last: if a new one fails, the next start still finds them.
-  if (engine.named_memory() != nullptr) listener->GiveUpKept(parsed, *engine.named_memory());
+  if (engine.named_memory() != nullptr) sockets.GiveUpKept(parsed, *engine.named_memory());
   for (const Address& address : parsed) {
     BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(),
-                             listener->Add(address, engine.named_memory(), warn));
+                             sockets.Add(address, engine.named_memory(), warn));
   }
-  if (engine.named_memory() != nullptr) listener->ForgetKept(*engine.named_memory());
+  if (engine.named_memory() != nullptr) sockets.ForgetKept(*engine.named_memory());
   // The builder has no address: all connections come through the acceptors.
   grpc_server = builder.BuildAndStart();
   if (grpc_server == nullptr) {
@@ -192,15 +189,15 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
         "the server for calls could not be started; --log-level=debug says why");
   }
   // Only now is there something that takes connections. Until now they have queued.
+  listener = std::make_unique<Listener>();
   return listener->Start(
+      std::move(sockets),
       [tcp = std::move(tcp), unix_users = std::move(unix_users)](int connection) {
         if (IsUnixSocket(connection)) return unix_users->Take(connection);
         EndIfPeerTakesNothing(connection);
         tcp(connection);
       },
-      warn, {.tls = access->has_tls(), .held_until = [this](const std::string& source) {
-               return resets.HeldUntil(source);
-             }});
+      warn);
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
@@ -213,7 +210,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   for (const Address& address : addresses) {
     if (address.unix_path.empty()) continue;
     // A socket that an earlier process left is open and would answer, but it is to be taken over.
-    if (!Listener::IsKept(address, engine.named_memory())) {
+    if (!ListeningSockets::IsKept(address, engine.named_memory())) {
       BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
     }
     unix_sockets.push_back(address.unix_path);
@@ -249,7 +246,7 @@ absl::Status Server::CheckNewAddresses(const ServerOptions& options,
                                        const std::vector<Address>& others, NamedMemory& memory) {
   BALLAST_ASSIGN_OR_RETURN(std::vector<Address> addresses, ParseAddresses(options));
   addresses.insert(addresses.end(), others.begin(), others.end());
-  return Listener::CheckNew(addresses, memory);
+  return ListeningSockets::CheckNew(addresses, memory);
 }
 
 std::string Server::AccessLine() const { return impl_->access->ToLine(); }
@@ -289,7 +286,7 @@ std::vector<CallUse> Server::calls() const {
           use("streams", pools.streams)};
 }
 
-void Server::LeaveAddresses() { impl_->listener->LeaveFiles(); }
+void Server::LeaveAddresses() { impl_->listener->sockets().LeaveFiles(); }
 
 void Server::Shutdown(double grace_seconds) {
   // Once: the destructor comes here again.

@@ -32,28 +32,25 @@ struct ServerOptions {
   std::vector<std::string> listen = {"127.0.0.1:7070"};
   // Who may do what, and TLS. Empty: every caller may do everything.
   AccessOptions access;
-  // Addresses that other hosts can reach are refused, where not every caller has to say who
-  // they are, over TLS, unless this is set.
+  // Allow addresses that other hosts can reach without TLS and authentication of every caller.
   bool insecure = false;
-  // Once a step's first seal is this old, sealed ranks are notified which ranks they wait for,
-  // every `seal_reminder_seconds`.
+  // Once a step's first seal is this old, sealed ranks are told which ranks they wait for, every
+  // `seal_reminder_seconds`.
   double seal_deadline_seconds = 60;
   double seal_reminder_seconds = 5;
-  // Workers on the same host are offered memory in common with the service
-  // (shared_memory_server.h). If the system has none to give, a line in the log reports it, and
-  // everything is sent in messages.
+  // Offer workers on the same host shared memory (shared_memory_server.h). If the system has none
+  // left, the log says so, and everything is sent in messages.
   bool shared_memory = true;
-  // Every caller may name paths of its host to save to and load from
-  // (checkpoint_paths.h).
+  // Every caller may save to and load from paths of its host (checkpoint_paths.h).
   bool allow_paths = false;
-  // Served too, and outlive the server.
+  // Additional services; they outlive the server.
   std::vector<grpc::Service*> more_services;
 };
 
 class Access;
 struct CallPools;
 
-// How many calls of a kind are in progress, and how many there may be.
+// The number of calls of a kind in progress, and its bound.
 struct CallUse {
   std::string kind;  // control, creation, traces, readers or streams (call_pool.h).
   size_t in_progress = 0;
@@ -62,44 +59,44 @@ struct CallUse {
 
 class Server {
  public:
-  // INVALID_ARGUMENT: as Check.
-  // UNAVAILABLE: an address that cannot be listened on, such as a taken port. One line each.
+  // INVALID_ARGUMENT: as in Check. UNAVAILABLE: an address cannot be used, for example a taken
+  // port. One line each.
   static absl::StatusOr<std::unique_ptr<Server>> Start(Engine& engine,
                                                        const ServerOptions& options);
   ~Server();
 
-  // INVALID_ARGUMENT, in one line: an address that is malformed, or not loopback and `insecure` is
-  // not set; files of access that are missing or wrong; and, if `is_new`, a role of a token that
-  // there is none of. From a service that has jobs an operator may have taken it.
+  // INVALID_ARGUMENT, in one line: an address is malformed, or not loopback without `insecure`; an
+  // access file is missing or wrong. If `is_new`, also: the roles file names a token that the
+  // tokens file does not define. In a service with jobs an operator may have revoked that token.
   static absl::Status Check(const ServerOptions& options, bool is_new);
 
-  // UNAVAILABLE: one of these, or of `others`, where the process listens, too, cannot be listened on
-  // while a process runs that left the rest in `memory`.
+  // UNAVAILABLE: one of these cannot be opened while a process runs that left the rest in `memory`.
+  // `others` are further addresses of the process.
   static absl::Status CheckNewAddresses(const ServerOptions& options,
                                         const std::vector<Address>& others, NamedMemory& memory);
 
   // The addresses of options.listen, with the ports that the system chose.
   const std::vector<std::string>& addresses() const;
 
-  // Who may do what here, in one line for the log.
+  // The access rules, in one line for the log.
   std::string AccessLine() const;
 
-  // A channel without a socket to this server. It ends with the server. With roles its calls are an unknown caller's, and are refused.
+  // A channel without a socket to this server. It ends with the server. With roles its calls come
+  // from an unknown caller, and are refused.
   std::shared_ptr<grpc::Channel> InProcessChannel();
 
-  // What the health service reports from now on; calls are answered either way.
+  // The health service's status from now on; calls are answered either way.
   void SetServing(bool serving);
   bool serving() const;
   const Access& access() const;
-  // When the certificate of its TLS expires; 0: it speaks none.
+  // When its TLS certificate expires; 0: no TLS.
   int64_t certificate_expires_unix_seconds() const;
   std::vector<CallUse> calls() const;
   CallPools& pools() const;
-  // Before a Shutdown after which the next process goes on with the addresses: connections that come
-  // meanwhile wait for it.
+  // Before a Shutdown after which the next process takes over the addresses: new connections wait
+  // for it.
   void LeaveAddresses();
-  // Refuses new calls at once, cancels those that still run after `grace_seconds`, and waits for
-  // their end.
+  // Refuses new calls at once, cancels running ones after `grace_seconds`, and waits for their end.
   void Shutdown(double grace_seconds);
 
  private:

@@ -1,4 +1,4 @@
-// Settings of the process and of every channel, most of them because of measurements.
+// Settings of the process and of every channel. Most come from measurements.
 #ifndef BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 #define BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 
@@ -18,20 +18,20 @@ inline constexpr int kMaxMessageBytes = 32 << 20;
 // Sets heap and logging of the process; only the first call has an effect.
 void ConfigureProcessForTransport();
 
-// What all connections together may hold in messages that have not been handled, of a service with
-// this memory limit for jobs. gRPC checks a message's size when it has it whole, and one may say
-// that it has 4 GiB: beyond this it first slows the senders down, then ends streams.
+// How many bytes of unhandled messages all connections together may hold, in a service with this
+// memory limit for jobs. gRPC checks a message's size only when it has the whole message, and a
+// message may claim 4 GiB. Beyond this limit gRPC first slows the senders down, then ends streams.
 int64_t MostBufferedBytes(int64_t memory_limit_bytes);
 
-// The streams that one connection may have. A client's further calls wait in the client.
+// The maximal number of streams of one connection. Further calls of a client wait in the client.
 inline constexpr int kMaxStreamsOfConnection = 1024;
 
-// Has the system end a TCP connection whose peer takes nothing for as long as a silent one may be.
-// gRPC does that for connections that it accepts itself. Its pings cannot: it sends none before what
-// is being written is written.
+// Lets the system end a TCP connection whose peer reads nothing for as long as a silent peer may.
+// gRPC does that for connections that it accepts itself. Its pings do not help: gRPC sends no ping
+// before its current write ends.
 void EndIfPeerTakesNothing(int connection);
 
-// Sets message sizes, what is buffered and channel arguments.
+// Sets message sizes, buffer limits and channel arguments.
 void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes);
 
 }  // namespace ballast::server

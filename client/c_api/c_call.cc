@@ -2,9 +2,9 @@
 
 namespace ballast::client {
 
-std::string& CMessage() {
-  thread_local std::string message;
-  return message;
+CSaid& Said() {
+  thread_local CSaid said;
+  return said;
 }
 
 }  // namespace ballast::client

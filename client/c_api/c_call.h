@@ -1,5 +1,5 @@
-// What every function of client/ballast.h does around its work: no exception leaves it, the thread
-// keeps the message.
+// The frame of every function in client/ballast.h: it lets no exception out, and keeps message and
+// reason for the thread.
 #ifndef BALLAST_CLIENT_C_API_C_CALL_H_
 #define BALLAST_CLIENT_C_API_C_CALL_H_
 
@@ -8,38 +8,36 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <new>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 
 namespace ballast::client {
 
-// The calling thread's; "" while no call has failed.
-std::string& CMessage();
+// The calling thread's ballast_message and ballast_reason.
+struct CSaid {
+  std::string message;
+  std::string reason;
+};
+CSaid& Said();
 
-// Runs `work`, which returns an absl::Status; returns its code and keeps its message.
+// Runs `work`, which returns an absl::Status; returns its code and keeps its message and reason.
 template <class Work>
 int32_t CCall(Work&& work) noexcept {
   absl::Status status;
   try {
-    try {
-      status = work();
-    } catch (const std::bad_alloc&) {
-      status = absl::ResourceExhaustedError("out of memory");
-    } catch (const std::exception& error) {
-      status = absl::InternalError(error.what());
-    } catch (...) {
-      status = absl::InternalError("an unknown exception");
-    }
-    if (!status.ok()) CMessage() = std::string(status.message());
-  } catch (...) {  // No memory for the message.
+    status = work();
+  } catch (const std::exception& error) {  // Nothing in C could catch it.
+    status = absl::InternalError(error.what());
   }
+  if (!status.ok()) Said() = {std::string(status.message()), ReasonOf(status)};
   return static_cast<int32_t>(status.code());
 }
 
-// A structure of the caller's as this library knows it: zero where the caller's is older and shorter.
+// A caller's structure in this library's form: zero for fields that an older, shorter structure
+// lacks.
 template <class T>
 T CRead(const T* given) {
   T read = {};
@@ -54,19 +52,11 @@ T CReadAt(const T* first, size_t index) {
       reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) + index * first->size));
 }
 
-// Writes as much of `value` as the caller's structure takes; its size stays.
+// Writes as much of `value` as fits into the caller's structure; its size does not change.
 template <class T>
 void CWrite(T value, T* out) {
   value.size = out->size;
   std::memcpy(out, &value, std::min(out->size, sizeof(T)));
-}
-
-// Writes element `index` of an array of such structures, each as long as the first one says.
-template <class T>
-void CWriteAt(T value, T* first, size_t index) {
-  value.size = first->size;
-  std::memcpy(reinterpret_cast<char*>(first) + index * first->size, &value,
-              std::min(value.size, sizeof(T)));
 }
 
 // INVALID_ARGUMENT if the pointer is null.

@@ -62,22 +62,4 @@ int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_pi
   });
 }
 
-int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
-                      int64_t* flat_elements) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(offset, "offset"));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(flat_elements, "flat_elements"));
-    const auto& parameters = session->options.job.layout.parameters;
-    if (parameter >= parameters.size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
-    }
-    const Layout& layout = session->session->layout();
-    *offset = layout.place(static_cast<int>(parameter)).offset;
-    *flat_elements = layout.flat_elements(parameters[parameter].group);
-    return absl::OkStatus();
-  });
-}
-
 }  // extern "C"

@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/c_api/c_call.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/sharding.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -29,19 +31,16 @@ absl::StatusOr<DType> ReadDType(int32_t dtype, const std::string& group) {
       return DType::kFloat16;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("group ", group, " has dtype ", dtype, ", which is no ballast_dtype"));
+      absl::StrCat("group ", group, " has dtype ", dtype, "; expected a ballast_dtype"));
 }
 
 HyperParameters ReadHyperParameters(const ballast_hyper_parameters& given) {
-  return {.lr = given.lr,
-          .beta1 = given.beta1,
-          .beta2 = given.beta2,
-          .eps = given.eps,
-          .weight_decay = given.weight_decay,
-          .decoupled_weight_decay = given.decoupled_weight_decay != 0,
-          .bias_correction = given.bias_correction != 0,
-          .amsgrad = given.amsgrad != 0,
-          .maximize = given.maximize != 0};
+  HyperParameters values;
+  const auto read = [](const char*, auto& value, auto field) {
+    value = static_cast<std::decay_t<decltype(value)>>(field);
+  };
+  ForEachHyperParameter(read, values, given);
+  return values;
 }
 
 std::map<int, HyperParameterOverrides> ReadOverrides(const ballast_hyper_parameters* given,
@@ -49,14 +48,8 @@ std::map<int, HyperParameterOverrides> ReadOverrides(const ballast_hyper_paramet
   std::map<int, HyperParameterOverrides> overrides;
   for (int g = 0; given != nullptr && g < group_count; ++g) {
     const HyperParameters values = ReadHyperParameters(given[g]);
-    overrides[g] = {.lr = values.lr,
-                    .beta1 = values.beta1,
-                    .beta2 = values.beta2,
-                    .eps = values.eps,
-                    .weight_decay = values.weight_decay,
-                    .decoupled_weight_decay = values.decoupled_weight_decay,
-                    .bias_correction = values.bias_correction,
-                    .maximize = values.maximize};
+    ForEachHyperParameter([](const char*, auto& value, auto given) { value = given; }, overrides[g],
+                          values);
   }
   return overrides;
 }
@@ -71,8 +64,8 @@ Clipping ReadClipping(double max_norm, const double* multipliers, int group_coun
 absl::StatusOr<std::optional<std::string>> ReadTrainerState(const void* state, size_t bytes,
                                                             const char* structure) {
   if (bytes > kMaxTrainerStateBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("trainer_state has ", bytes, " bytes, of ",
-                                                   kMaxTrainerStateBytes, " at most"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("trainer_state has ", bytes, " bytes, more than ", kMaxTrainerStateBytes));
   }
   if (bytes > 0 && state == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(structure, ".trainer_state is null"));
@@ -96,8 +89,8 @@ absl::StatusOr<std::vector<MeshDim>> ReadMesh(const ballast_job& given) {
   if (given.mesh_dimensions == 0) return mesh;
   BALLAST_RETURN_IF_ERROR(CheckStructure(given.mesh, "ballast_mesh_dim"));
   if (given.mesh_dimensions > kMaxDimensions) {
-    return absl::InvalidArgumentError(absl::StrCat("the mesh has ", given.mesh_dimensions,
-                                                   " dimensions, of ", kMaxDimensions, " at most"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the mesh has ", given.mesh_dimensions, " dimensions; expected at most ", kMaxDimensions));
   }
   for (size_t m = 0; m < given.mesh_dimensions; ++m) {
     const ballast_mesh_dim dim = CReadAt(given.mesh, m);
@@ -108,8 +101,8 @@ absl::StatusOr<std::vector<MeshDim>> ReadMesh(const ballast_job& given) {
   return mesh;
 }
 
-// Of a parameter whose shape is read; checked, because pointers are checked by what the rank owns
-// of it.
+// Reads and checks the placements, after the shape: pointers are checked by what the rank owns of
+// the parameter.
 absl::Status ReadPlacements(const ballast_parameter& given, absl::Span<const MeshDim> mesh,
                             ParameterSpec& parameter) {
   if (given.placements == nullptr) {
@@ -158,9 +151,9 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   // Before the loops below read so many structures of the caller's memory.
   if (given.group_count > static_cast<size_t>(kMaxGroups) ||
       given.parameter_count > static_cast<size_t>(kMaxParameters)) {
-    return absl::InvalidArgumentError(absl::StrCat(given.group_count, " groups and ",
-                                                   given.parameter_count, " parameters; at most ",
-                                                   kMaxGroups, " and ", kMaxParameters));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the job has ", given.group_count, " groups and ", given.parameter_count,
+                     " parameters; at most ", kMaxGroups, " and ", kMaxParameters, " are allowed"));
   }
   // CutInBuckets cuts by it before Session::Open can check it.
   if (given.world_size < 1 || given.world_size > kMaxWorldSize) {
@@ -269,7 +262,7 @@ bool OwnsOf(const SessionOptions& options, size_t parameter) {
   const LayoutSpec& layout = options.job.layout;
   const ParameterSpec& spec = layout.parameters[parameter];
   if (!spec.trainable || std::ranges::count(spec.shape, 0) > 0) return false;
-  // Of a rank that does not exist, Session::Open tells.
+  // Session::Open refuses a rank that does not exist.
   if (layout.mesh.empty() || options.rank < 0 || options.rank >= layout.world_size) return true;
   return ParameterShards(spec.shape, spec.placements, layout.mesh).OfRank(options.rank).elements() >
          0;
@@ -315,7 +308,7 @@ absl::StatusOr<Last> ReadLast(int32_t last) {
       return Last::kMayGuess;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("final is ", last, ", which is no ballast_last: 0, 1 or 2"));
+      absl::StrCat("final is ", last, "; expected 0, 1 or 2 (ballast_last)"));
 }
 
 }  // namespace ballast::client

@@ -1,16 +1,12 @@
 // client/ballast.h over client::Session.
 #include "client/c_api/c_session.h"
 
-#include <grpc/support/log.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,10 +20,10 @@
 #include "client/ballast.h"
 #include "client/c_api/c_call.h"
 #include "client/c_api/c_options.h"
-#include "client/c_api/gradient_giver.h"
-#include "client/c_api/stream_copy.h"
 #include "client/connect.h"
 #include "client/session.h"
+#include "client/tensors/gradient_giver.h"
+#include "client/tensors/stream_copy.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -53,21 +49,6 @@ absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk
 }
 
 namespace {
-
-// gRPC's threads do not exist in a fork, and what they wait with is shared with the parent, whom a
-// second session there would disturb.
-absl::Status CheckMayOpen() {
-  static std::atomic<pid_t> first_process = 0;
-  pid_t first = 0;
-  // The first call stores its process. In every later one the exchange fails, and puts the stored
-  // number, which a fork inherits, into `first`.
-  if (first_process.compare_exchange_strong(first, getpid()) || first == getpid()) {
-    return absl::OkStatus();
-  }
-  return absl::FailedPreconditionError(
-      "this process is a fork of one that has opened sessions, and cannot open any; start it by "
-      "spawn or exec");
-}
 
 absl::Status CheckCount(const ballast_session& session, size_t count) {
   const size_t parameters = session.options.job.layout.parameters.size();
@@ -198,16 +179,8 @@ int32_t CDecide(ballast_session* session, const ballast_ballot* ballot, ballast_
                             .clip_coefficient = taken.clip_coefficient},
            decision);
     KeepUnused(*session, taken.unused_parameters);
-    if (!taken.applied) CMessage() = taken.skip_reason;
+    if (!taken.applied) Said() = {taken.skip_reason, ""};
     return absl::OkStatus();
-  });
-}
-
-// Errors are said once, by ballast_message. A user who asks gRPC for its own lines gets them.
-void SilenceTransport() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (std::getenv("GRPC_VERBOSITY") == nullptr) gpr_set_log_function([](gpr_log_func_args*) {});
   });
 }
 
@@ -220,7 +193,9 @@ extern "C" {
 
 int32_t ballast_api_version(void) { return BALLAST_API_VERSION; }
 
-const char* ballast_message(void) { return CMessage().c_str(); }
+const char* ballast_message(void) { return Said().message.c_str(); }
+
+const char* ballast_reason(void) { return Said().reason.c_str(); }
 
 int32_t ballast_open(const ballast_options* options, ballast_session** out) {
   return CCall([&]() -> absl::Status {
@@ -233,27 +208,23 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     BALLAST_ASSIGN_OR_RETURN(session->options, ReadOptions(given));
     session->options.takes_steps = given.takes_no_steps == 0;
     const auto& parameters = session->options.job.layout.parameters;
-    if (given.weights != nullptr) {
-      session->weights.assign(given.weights, given.weights + parameters.size());
-      for (size_t p = 0; p < parameters.size(); ++p) {
-        if (session->weights[p] == nullptr && OwnsOf(session->options, p)) {
-          return absl::InvalidArgumentError(absl::StrCat(
-              "ballast_options.weights has no place for parameter ", parameters[p].name));
-        }
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.weights, "ballast_options.weights"));
+    session->weights.assign(given.weights, given.weights + parameters.size());
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (session->weights[p] == nullptr && OwnsOf(session->options, p)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("ballast_options.weights is null for parameter ", parameters[p].name));
       }
-      // options.weights stays null: weights come to the session's memory, and threads copy them
-      // from there. `copies` is made after the session, which gets no weights before the caller
-      // asks for them or begins a step.
-      session->options.on_weights = [raw = session.get()](int chunk) { raw->copies->Add(chunk); };
     }
-    // Before anything of gRPC is used, which a fork must not do.
-    BALLAST_RETURN_IF_ERROR(CheckMayOpen());
-    SilenceTransport();
+    // options.weights stays null: weights come to the session's memory, and threads copy them
+    // from there. `copies` is made after the session, which gets no weights before the caller
+    // asks for them or begins a step.
+    session->options.on_weights = [raw = session.get()](int chunk) { raw->copies->Add(chunk); };
+    BALLAST_RETURN_IF_ERROR(BeginTransport());
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
         Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout),
                 ReadCredentials(given)));
-    session->connection = std::make_unique<Connection>(channel);
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
     session->gradients = std::make_unique<GradientGiver>(*session->session, session->options.job,
                                                          session->options.rank, session->threads,
@@ -311,35 +282,6 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
     return UploadParts(*session, {}, [&](const ballast::ChunkPart& part, size_t plane, float* out) {
       CopyPart(parameters, part, out);
     });
-  });
-}
-
-int32_t ballast_upload_state(ballast_session* session, const ballast_first_state* state,
-                             size_t count) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckStructure(state, "ballast_first_state"));
-    const auto given = CRead(state);
-    BALLAST_RETURN_IF_ERROR(CheckFirstWeights(*session, given.weights, count));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(given.update_counts, "update_counts"));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(given.exp_avg, "exp_avg"));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(given.exp_avg_sq, "exp_avg_sq"));
-    for (const ballast::GroupSpec& group : session->options.job.groups) {
-      if (!group.hyper_parameters.amsgrad) continue;
-      BALLAST_RETURN_IF_ERROR(CheckGiven(given.max_exp_avg_sq, "max_exp_avg_sq"));
-    }
-    // In the order of ballast_plane.
-    const float* const* const planes[] = {given.weights, given.exp_avg, given.exp_avg_sq,
-                                          given.max_exp_avg_sq};
-    const ballast::FirstState first = {
-        .step = given.step, .update_counts = {given.update_counts, given.update_counts + count}};
-    if (first.step == 0) {
-      return absl::InvalidArgumentError("a state of step 0 has no moments: upload weights alone");
-    }
-    return UploadParts(*session, first,
-                       [&](const ballast::ChunkPart& part, size_t plane, float* out) {
-                         CopyPart(planes[plane], part, out);
-                       });
   });
 }
 
@@ -473,7 +415,7 @@ void ballast_gradient_written(void* ticket) {
   const auto& given = *static_cast<const ballast_gradient_ticket*>(ticket);
   if (!CheckSession(given.session).ok()) return;
   CCall([&] {
-    // No caller can be told of a number that is none of these.
+    // An invalid number counts as BALLAST_MORE, because this function returns no status.
     given.session->gradients->Written(given.parameter, given.attempt,
                                       ReadLast(given.final).value_or(Last::kMore));
     return absl::OkStatus();
@@ -499,62 +441,6 @@ int32_t ballast_gradient_memory(ballast_session* session, int32_t chunk, void** 
     *data = memory.data();
     *bytes = memory.size();
     return absl::OkStatus();
-  });
-}
-
-int32_t ballast_weights_memory(ballast_session* session, int32_t chunk, const void** data,
-                               size_t* bytes) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(data, "data"));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(bytes, "bytes"));
-    BALLAST_RETURN_IF_ERROR(FindOwnChunk(*session, chunk).status());
-    const absl::Span<const std::byte> memory = session->session->weights_memory(chunk);
-    *data = memory.data();
-    *bytes = memory.size();
-    return absl::OkStatus();
-  });
-}
-
-int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_step_begin,
-                     uint32_t micro_step_end, int32_t final, const void* data,
-                     void (*released)(void* context), void* context) {
-  return CCall([&]() -> absl::Status {
-    std::function<void()> tell;
-    if (released != nullptr) tell = [released, context] { released(context); };
-    Last last = Last::kMore;
-    const auto check = [&]() -> absl::StatusOr<ballast::Chunk> {
-      BALLAST_RETURN_IF_ERROR(CheckSession(session));
-      BALLAST_ASSIGN_OR_RETURN(last, ReadLast(final));
-      return FindOwnChunk(*session, chunk);
-    };
-    const absl::StatusOr<ballast::Chunk> where = check();
-    if (!where.ok()) {  // It is called exactly once, also then.
-      if (tell) tell();
-      return where.status();
-    }
-    const ballast::DType dtype = session->options.job.groups[where->group].wire_dtype;
-    const size_t bytes = data == nullptr ? 0 : where->elements * SizeBytes(dtype);
-    return session->session->Push({.chunk = chunk,
-                                   .micro_step_begin = micro_step_begin,
-                                   .micro_step_end = micro_step_end,
-                                   .final = last == Last::kFinal,
-                                   .may_guess = last == Last::kMayGuess,
-                                   .empty = data == nullptr,
-                                   .payload = {static_cast<const std::byte*>(data), bytes},
-                                   .released = std::move(tell)});
-  });
-}
-
-int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
-                               size_t count) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    if (used != nullptr) BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
-    return session->session->EndMicroStep(
-        micro_step, ballast::client::UsedOf(session->options.job, [&](size_t p) {
-          return used == nullptr || used[p] != 0;
-        }));
   });
 }
 
@@ -585,7 +471,7 @@ int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_nor
     const size_t groups = session->options.job.groups.size();
     if (group_norms != nullptr && group_count != groups) {
       return absl::InvalidArgumentError(
-          absl::StrCat("there is room for ", group_count, " norms, of ", groups, " groups"));
+          absl::StrCat("group_count is ", group_count, ", but the job has ", groups, " groups"));
     }
     BALLAST_ASSIGN_OR_RETURN(const ballast::StepNorm told, session->session->Seal(micro_steps));
     CWrite(ballast_norm{.size = 0,
@@ -595,12 +481,12 @@ int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_nor
                         .unused_parameters = told.unused_parameters.size() +
                                              static_cast<uint64_t>(told.more_unused_parameters)},
            norm);
-    // Of a step that could not be kept there are none.
+    // A lost step has no norms.
     for (size_t g = 0; group_norms != nullptr && g < groups; ++g) {
       group_norms[g] = g < told.group_norms.size() ? told.group_norms[g] : 0;
     }
     KeepUnused(*session, told.unused_parameters);
-    if (!told.non_finite.empty()) CMessage() = told.non_finite;
+    if (!told.non_finite.empty()) Said() = {told.non_finite, ""};
     return absl::OkStatus();
   });
 }
@@ -656,8 +542,9 @@ int32_t ballast_await_weights(ballast_session* session, const size_t* parameters
     std::vector<int> chunks;
     for (size_t i = 0; i < count; ++i) {
       if (parameters[i] >= session->chunks_of.size()) {
-        return absl::InvalidArgumentError(absl::StrCat("there is no parameter ", parameters[i],
-                                                       " of ", session->chunks_of.size()));
+        return absl::InvalidArgumentError(absl::StrCat("parameter ", parameters[i],
+                                                       " does not exist; the job has ",
+                                                       session->chunks_of.size(), " parameters"));
       }
       const std::vector<int>& of = session->chunks_of[parameters[i]];
       // A chunk that two of the parameters share is named twice, which disturbs no wait.
@@ -683,14 +570,6 @@ int32_t ballast_load(ballast_session* session, const char* directory) {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckGiven(directory, "directory"));
     return session->session->LoadCheckpoint(directory);
-  });
-}
-
-int32_t ballast_close_job(ballast_session* session) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    return Session::CloseJob(session->connection->channel(), session->options.job.name,
-                             session->session->job_uid());
   });
 }
 

@@ -1,4 +1,4 @@
-// A session as C has it, and what the functions in several files ask of one.
+// A session for C, and functions that several files use.
 #ifndef BALLAST_CLIENT_C_API_C_SESSION_H_
 #define BALLAST_CLIENT_C_API_C_SESSION_H_
 
@@ -14,21 +14,19 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/ballast.h"
-#include "client/c_api/copy_threads.h"
-#include "client/c_api/gradient_giver.h"
-#include "client/c_api/weight_copies.h"
 #include "client/session.h"
-#include "client/transport/connection.h"
+#include "client/tensors/copy_threads.h"
+#include "client/tensors/gradient_giver.h"
+#include "client/tensors/weight_copies.h"
 
 struct ballast_session {
   const pid_t process = getpid();
   ballast::client::SessionOptions options;
-  std::unique_ptr<ballast::client::Connection> connection;  // For what is asked beside the session.
-  std::vector<void*> weights;               // By parameter. Empty: the caller reads weights_memory.
-  std::vector<std::vector<int>> chunks_of;  // By parameter: where this rank has a part of it.
-  std::vector<size_t> unused;  // Parameters, as the last norm or decision has named them.
-  // Until its destruction the session notifies these of what may be written to again, and of what
-  // has arrived.
+  std::vector<void*> weights;               // By parameter.
+  std::vector<std::vector<int>> chunks_of;  // By parameter: the chunks with this rank's part of it.
+  std::vector<size_t> unused;               // Parameters named by the last norm or decision.
+  // Until its destruction the session tells these which memory is writable again, and what has
+  // arrived.
   ballast::client::CopyThreads threads;
   std::unique_ptr<ballast::client::GradientGiver> gradients;
   std::unique_ptr<ballast::client::WeightCopies> copies;  // To `weights`.
@@ -36,7 +34,7 @@ struct ballast_session {
 
   ~ballast_session() {
     if (gradients != nullptr) {
-      session->EndPushes();  // Or its thread would wait for a service that is silent.
+      session->EndPushes();  // Otherwise its thread would wait for a silent service.
       gradients->Stop();
     }
     if (copies != nullptr) copies->Stop();  // They read the session's memory.
@@ -45,6 +43,8 @@ struct ballast_session {
 
 namespace ballast::client {
 
+// Before any use of gRPC. FAILED_PRECONDITION in a fork of a process that has used it.
+absl::Status BeginTransport();
 // INVALID_ARGUMENT for null; FAILED_PRECONDITION in a fork of the process that opened it.
 absl::Status CheckSession(const ballast_session* session);
 // INVALID_ARGUMENT if the chunk is not the session's rank's.

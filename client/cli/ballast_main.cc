@@ -4,7 +4,6 @@
 #include <csignal>
 #include <cstdio>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "client/cli/cli_command.h"
@@ -12,6 +11,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/state/weights_export.h"
+#include "proto/convert.h"
 
 namespace {
 
@@ -24,21 +24,25 @@ void EndBySignal(int signal) {
   std::raise(signal);
 }
 
-absl::StatusOr<ballast::client::cli::Exported> Export(
+absl::StatusOr<ballast::v1::ExportedWeights> Export(
     const ballast::client::cli::ExportOrder& order) {
-  BALLAST_ASSIGN_OR_RETURN(ballast::ExportedWeights exported,
+  BALLAST_ASSIGN_OR_RETURN(const ballast::ExportedWeights exported,
                            ballast::ExportWeights(ballast::PosixFileSystem(),
                                                   {.checkpoint = order.checkpoint,
                                                    .directory = order.directory,
                                                    .dtype = order.dtype,
                                                    .most_file_bytes = order.most_file_bytes}));
-  return ballast::client::cli::Exported{.checkpoint = std::move(exported.checkpoint),
-                                        .job = std::move(exported.job),
-                                        .step = exported.step,
-                                        .tensors = exported.tensors,
-                                        .bytes = exported.bytes,
-                                        .files = std::move(exported.files),
-                                        .passed_over = std::move(exported.passed_over)};
+  ballast::v1::ExportedWeights message;
+  message.set_job(exported.job);
+  message.set_checkpoint(exported.checkpoint);
+  message.mutable_passed_over()->Assign(exported.passed_over.begin(), exported.passed_over.end());
+  message.set_step(exported.step);
+  message.set_directory(order.directory);
+  message.set_dtype(ballast::proto::ToProto(order.dtype));
+  message.set_tensors(exported.tensors);
+  message.set_bytes(exported.bytes);
+  message.mutable_files()->Assign(exported.files.begin(), exported.files.end());
+  return message;
 }
 
 }  // namespace

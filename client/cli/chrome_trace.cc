@@ -42,13 +42,14 @@ bool KnowsKind(const v1::TraceEvent& event) {
 
 absl::Status CheckEvent(const v1::TraceEvent& event, const Layout& layout) {
   if (event.end_ns() < event.begin_ns()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "an event that ends ", event.begin_ns() - event.end_ns(), " ns before it begins"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("an event ends ", event.begin_ns() - event.end_ns(), " ns before it begins"));
   }
   if (!HasChunk(event.kind())) return absl::OkStatus();
   if (event.chunk() < 0 || event.chunk() >= static_cast<int>(layout.chunks().size())) {
-    return absl::InvalidArgumentError(absl::StrCat("an event of chunk ", event.chunk(),
-                                                   ", of a job that has ", layout.chunks().size()));
+    return absl::InvalidArgumentError(absl::StrCat("an event names chunk ", event.chunk(),
+                                                   ", but the job has ", layout.chunks().size(),
+                                                   " chunks"));
   }
   return absl::OkStatus();
 }

@@ -1,6 +1,6 @@
-// The events of a trace as the JSON that ui.perfetto.dev and chrome://tracing open: one process for
-// the job, with a track for its steps, one for each thread of the service, and one for each rank
-// that weights are sent to. Times are the service's CLOCK_MONOTONIC in microseconds.
+// A trace's events as JSON for ui.perfetto.dev and chrome://tracing: one process for the job, with
+// a track for its steps, one for each thread of the service, and one for each rank that gets
+// weights. Times are the service's CLOCK_MONOTONIC in microseconds.
 //
 //   ChromeTrace trace(job, layout);
 //   file.Append(trace.Head());
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/diagnostics.pb.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/system/chrome_trace_writer.h"
 
@@ -45,14 +45,14 @@ class ChromeTrace {
   std::string Head() const { return writer_.Head(); }
   std::string Add(const v1::TraceEvent& event);
   std::string Tail(uint64_t dropped_events);
-  // In the file so far, without the descriptions of its tracks. A step's events are more than one of
-  // the service's, and the weights of a message one.
+  // In the file so far, without the descriptions of its tracks. A step has more events than the
+  // service sends. The weights of a message are one.
   int64_t events() const { return events_; }
 
  private:
   using Json = ChromeTraceWriter::Json;
 
-  // In the order in which they are shown.
+  // In the displayed order.
   enum class TrackKind { kSteps, kThread, kRank };
   using Track = std::pair<TrackKind, int64_t>;  // The kind, and the number of the thread or rank.
 
@@ -61,7 +61,7 @@ class ChromeTrace {
   void AppendSlice(int track, const ChromeTraceWriter::Event& event, std::string& text);
   void AppendStep(const v1::TraceEvent& event, std::string& text);
   void AppendChunk(const v1::TraceEvent& event, std::string& text);
-  // Weights that were sent in one message are one event.
+  // Weights sent in one message are one event.
   void AppendSent(std::string& text);
   std::string FirstParameter(int chunk) const;
 

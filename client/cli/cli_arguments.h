@@ -1,7 +1,4 @@
-// The command line of one subcommand: positional arguments, --flag VALUE, --flag=VALUE, --switch.
-//
-// Not Abseil's flags: those belong to the process, not to a subcommand (`--out` has two meanings
-// here), and their parser ends the process on an error instead of returning it.
+// The command line of one subcommand: positional arguments, and flags as in command_line.h.
 #ifndef BALLAST_CLIENT_CLI_CLI_ARGUMENTS_H_
 #define BALLAST_CLIENT_CLI_CLI_ARGUMENTS_H_
 
@@ -11,7 +8,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 
 namespace ballast::client::cli {
 
@@ -23,17 +19,17 @@ struct FlagSpec {
 
 struct CommandSpec {
   std::string name;
-  std::vector<std::string> positionals;  // "[DIR]" may be left out, and is empty then.
+  std::vector<std::string> positionals;  // "[DIR]" is optional, and empty by default.
   std::string summary;                   // One line.
-  std::string details;                   // For the command's own help; empty: none.
+  std::string details;                   // For the command's own help; may be empty.
   std::vector<FlagSpec> flags;
 };
 
 class Arguments {
  public:
+  // For --help, returns what to print instead of the command's work; otherwise an empty text.
   // INVALID_ARGUMENT for an unknown flag, a missing value, too few or too many positionals.
-  static absl::StatusOr<Arguments> Parse(const CommandSpec& spec,
-                                         absl::Span<const std::string> words);
+  absl::StatusOr<std::string> Parse(const CommandSpec& spec, const std::vector<std::string>& words);
 
   const std::string& positional(size_t index) const { return positionals_[index]; }
   bool Has(const std::string& flag) const { return flags_.count(flag) > 0; }
@@ -47,9 +43,6 @@ class Arguments {
   std::vector<std::string> positionals_;
   std::map<std::string, std::string> flags_;
 };
-
-// "usage: ballast state JOB PARAMETER [--plane PLANE] ..." and what each flag does.
-std::string HelpText(const CommandSpec& spec);
 
 }  // namespace ballast::client::cli
 

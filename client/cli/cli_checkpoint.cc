@@ -1,60 +1,44 @@
 // save, load, import, checkpoints, verify, delete-checkpoint.
-#include <nlohmann/json.hpp>
-
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "client/calls/service.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_json.h"
-#include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "client/cli/terminal/progress_bar.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "proto/convert.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
-
-using json = nlohmann::ordered_json;
 
 // The answer to a save, a load or a verification comes when all state is written or read.
 constexpr double kTimeoutSeconds = 3600;
 
 constexpr char kDirectory[] =
-    "DIR is a name under the service's --checkpoint-dir, or, where the service takes paths from "
-    "you (over a unix socket of its own user, or with ballastd --allow-paths), an absolute path on "
-    "its host. ";
-constexpr char kDefault[] = "Without DIR it is the job's name. ";
+    "DIR is a name under the service's --checkpoint-dir. If the service accepts paths from you "
+    "(over a unix socket of its own user, or with ballastd --allow-paths), it may be an absolute "
+    "path on its host. ";
+constexpr char kDefault[] = "By default it is the job's name. ";
 constexpr char kOneOfThem[] =
-    "DIR/step-STEP is its newest checkpoint of that step, and DIR/step-STEP.GENERATION one of them "
+    "DIR/step-STEP means the newest checkpoint of that step, DIR/step-STEP.GENERATION a single one "
     "(`ballast checkpoints` lists them). ";
 
-// The service's current directory is not the user's, so a relative path would be misunderstood.
+// Here, before the service is asked. Empty: the job's name.
 absl::Status CheckDirectory(const std::string& directory) {
-  if (directory.empty() || absl::StartsWith(directory, "/") || IsCheckpointName(directory)) {
-    return absl::OkStatus();
-  }
-  // A name with this part in it was meant as a checkpoint, and is mistyped.
-  if (const size_t step = directory.find("/step-"); step != std::string::npos) {
-    const std::string name = directory.substr(0, step);
-    return absl::InvalidArgumentError(absl::StrCat(
-        "'", directory, "' is no checkpoint; expected ", name, " or ", name, "/step-STEP or ", name,
-        "/step-STEP.GENERATION; `ballast checkpoints ", name, "` lists them"));
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("'", directory,
-                   "' is neither a name under the service's --checkpoint-dir nor an "
-                   "absolute path on its host"));
+  return directory.empty() ? absl::OkStatus() : CheckCheckpointDirectory(directory);
 }
 
 // What becomes of a save whose answer does not come.
 absl::Status ExplainSave(const absl::Status& status, const std::string& job) {
   if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return status;
-  return Annotate(status,
-                  absl::StrCat("whether the save has ended is not known: the service goes on "
-                               "with it by itself, and `ballast job ",
-                               job, "` shows it while it does"));
+  return Annotate(
+      status,
+      absl::StrCat(
+          "the outcome of the save is unknown; while the service still saves, `ballast job ", job,
+          "` shows it"));
 }
 
 absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
@@ -68,21 +52,14 @@ absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
     request.set_name(proto::JobName(job));
     request.set_directory(directory);
     request.set_background(background);
-    // Call, and not Read, here and for a load: a save that is made twice leaves two checkpoints,
-    // and a second load raises the generation again.
     const auto response = [&] {
       const ProgressBar bar(
           WorkOf(service.channel(), job,
                  {ActivityKind::kMakingSecondVersions, ActivityKind::kWritingCheckpoint}));
-      return service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
+      return service.Call<v1::SaveJobResponse>("StateService/SaveJob", request);
     }();
-    if (!response.ok()) return ExplainSave(service.SuggestJob(response.status(), job), job);
-    if (as_json) {
-      return Dump({{"job", job},
-                   {"directory", response->directory()},
-                   {"step", response->step()},
-                   {"bytes", response->bytes()}});
-    }
+    if (!response.ok()) return ExplainSave(response.status(), job);
+    if (as_json) return proto::ToJson(*response);
     if (background) {
       return absl::StrCat("saving job ", job, " at step ", response->step(), " in ",
                           response->directory(), "; `ballast checkpoints ", directory,
@@ -99,17 +76,10 @@ absl::StatusOr<std::string> Load(Service& service, const v1::LoadJobRequest& req
     const ProgressBar bar(
         WorkOf(service.channel(), job,
                {ActivityKind::kVerifyingCheckpoint, ActivityKind::kLoadingCheckpoint}));
-    return service.Call(service.state(), &v1::StateService::Stub::LoadJob, request);
+    return service.Call<v1::LoadJobResponse>("StateService/LoadJob", request);
   }();
-  if (!response.ok()) return service.SuggestJob(response.status(), job);
-  if (as_json) {
-    return Dump({{"job", job},
-                 {"directory", response->directory()},
-                 {"passed_over", std::vector<std::string>(response->passed_over().begin(),
-                                                          response->passed_over().end())},
-                 {"step", response->step()},
-                 {"generation", ToString(proto::FromProto(response->generation()))}});
-  }
+  if (!response.ok()) return response.status();
+  if (as_json) return proto::ToJson(*response);
   std::string text;
   for (const std::string& damage : response->passed_over()) {
     absl::StrAppend(&text, "passed over, because it is damaged: ", damage, "\n");
@@ -141,19 +111,6 @@ absl::StatusOr<Action> PrepareImport(const Arguments& arguments) {
   };
 }
 
-json CheckpointToJson(const v1::Checkpoint& checkpoint) {
-  return {{"name", checkpoint.name()},
-          {"directory", checkpoint.directory()},
-          {"job", checkpoint.job()},
-          {"uid", checkpoint.uid()},
-          {"step", checkpoint.step()},
-          {"generation", checkpoint.generation()},
-          {"bytes", checkpoint.size_bytes()},
-          {"saved_unix_ms", checkpoint.saved_unix_ms()},
-          {"asked_for", checkpoint.asked_for()},
-          {"problem", checkpoint.problem()}};
-}
-
 std::string ToTable(const v1::ListCheckpointsResponse& response, bool verified) {
   Table table({{"checkpoint"},
                {"step", kRight},
@@ -182,13 +139,7 @@ std::string ToTable(const v1::ListCheckpointsResponse& response, bool verified) 
   return table.ToString();
 }
 
-std::string ToText(const v1::ListCheckpointsResponse& response, bool verified, bool as_json) {
-  if (as_json) {
-    json all = json::array();
-    for (const v1::Checkpoint& checkpoint : response.checkpoints())
-      all.push_back(CheckpointToJson(checkpoint));
-    return Dump({{"checkpoints", all}});
-  }
+std::string ToText(const v1::ListCheckpointsResponse& response, bool verified) {
   if (response.checkpoints().empty()) return "no checkpoints\n";
   int64_t bytes = 0;
   for (const v1::Checkpoint& checkpoint : response.checkpoints()) bytes += checkpoint.size_bytes();
@@ -202,9 +153,9 @@ absl::StatusOr<Action> PrepareCheckpoints(const Arguments& arguments) {
   v1::ListCheckpointsRequest request;
   request.set_directory(arguments.positional(0));
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
-    BALLAST_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response,
-                             service.ListCheckpoints(request));
-    return ToText(response, /*verified=*/false, as_json);
+    BALLAST_ASSIGN_OR_RETURN(const auto response, service.Call<v1::ListCheckpointsResponse>(
+                                                      "StateService/ListCheckpoints", request));
+    return as_json ? proto::ToJson(response) : ToText(response, /*verified=*/false);
   };
 }
 
@@ -215,7 +166,7 @@ absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
     const auto verify = [&] {
       const ProgressBar bar(WorkOf(service.channel(), "", {ActivityKind::kVerifyingCheckpoint}));
-      return service.Read(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request);
+      return service.Call<v1::ListCheckpointsResponse>("StateService/VerifyCheckpoints", request);
     };
     BALLAST_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response, verify());
     std::vector<std::string> problems;
@@ -223,7 +174,8 @@ absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
       if (!checkpoint.problem().empty()) problems.push_back(checkpoint.problem());
     }
     // In JSON a script finds which; else the first is the error's one line.
-    if (problems.empty() || as_json) return ToText(response, /*verified=*/true, as_json);
+    if (as_json) return proto::ToJson(response);
+    if (problems.empty()) return ToText(response, /*verified=*/true);
     return absl::DataLossError(absl::StrCat(problems.size(), " of ", response.checkpoints_size(),
                                             " checkpoints cannot be loaded: ", problems[0]));
   };
@@ -233,70 +185,68 @@ absl::StatusOr<Action> PrepareDelete(const Arguments& arguments) {
   const std::string& checkpoint = arguments.positional(0);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(checkpoint));
   if (!absl::StrContains(checkpoint, "/")) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "'", checkpoint, "' is all checkpoints of a job; name one: ", checkpoint, "/step-STEP or ",
-        checkpoint, "/step-STEP.GENERATION; `ballast checkpoints ", checkpoint, "` lists them"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", checkpoint, "' names all checkpoints of a job; name one: ", checkpoint,
+                     "/step-STEP or ", checkpoint, "/step-STEP.GENERATION; `ballast checkpoints ",
+                     checkpoint, "` lists them"));
   }
   v1::DeleteCheckpointRequest request;
   request.set_directory(checkpoint);
   request.set_uid(arguments.Get("uid", ""));
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
-    // Call, and not Read: asked again, it would say that there is none.
-    BALLAST_ASSIGN_OR_RETURN(
-        const v1::DeleteCheckpointResponse response,
-        service.Call(service.state(), &v1::StateService::Stub::DeleteCheckpoint, request));
-    json all = json::array();
+    BALLAST_ASSIGN_OR_RETURN(const auto response, service.Call<v1::DeleteCheckpointResponse>(
+                                                      "StateService/DeleteCheckpoint", request));
+    if (as_json) return proto::ToJson(response);
     std::string text;
     for (const v1::Checkpoint& deleted : response.checkpoints()) {
-      all.push_back(CheckpointToJson(deleted));
       absl::StrAppend(&text, "deleted ", deleted.name(), ", ", FormatBytes(deleted.size_bytes()),
                       "\n");
     }
-    return as_json ? Dump({{"checkpoints", all}}) : text;
+    return text;
   };
 }
 
 }  // namespace
 
 Command SaveCommand() {
-  return {
-      .spec = {.name = "save",
-               .positionals = {"JOB", "[DIR]"},
-               .summary = "saves all state as safetensors, while training goes on",
-               .details = absl::StrCat(
-                   kDirectory, kDefault,
-                   "A new checkpoint DIR/step-STEP.GENERATION appears whole or not at all. "
-                   "Nothing is replaced. It stays until `ballast delete-checkpoint`, unless the "
-                   "service has --checkpoint-keep-asked."),
-               .flags = {{"background", "", "return once the save has begun"}}},
-      .timeout_seconds = kTimeoutSeconds,
-      .prepare = PrepareSave};
+  return {.spec = {.name = "save",
+                   .positionals = {"JOB", "[DIR]"},
+                   .summary = "saves all state as safetensors, while training goes on",
+                   .details = absl::StrCat(
+                       kDirectory, kDefault,
+                       "A new checkpoint DIR/step-STEP.GENERATION appears whole or not at all, and "
+                       "replaces nothing. It stays until `ballast delete-checkpoint`, unless the "
+                       "service has --checkpoint-keep-asked."),
+                   .flags = {{"background", "", "return when the save has begun"}}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareSave};
 }
 
 Command LoadCommand() {
-  return {.spec = {.name = "load",
-                   .positionals = {"JOB", "[DIR]"},
-                   .summary = "replaces the job's state by a saved one, by parameter name",
-                   .details = absl::StrCat(
-                       kDirectory, kDefault,
-                       "The newest checkpoint in it is loaded, or the one before, if that is "
-                       "damaged. ",
-                       kOneOfThem, "An undecided step is cleared.\n\n", kGenerationRises),
-                   .flags = {}},
-          .timeout_seconds = kTimeoutSeconds,
-          .prepare = PrepareLoad};
+  return {
+      .spec =
+          {.name = "load",
+           .positionals = {"JOB", "[DIR]"},
+           .summary = "replaces the job's state by a saved one, by parameter name",
+           .details = absl::StrCat(
+               kDirectory, kDefault,
+               "Loads the newest checkpoint in it. If that is damaged, it loads the one before. ",
+               kOneOfThem, "An undecided step is cleared.\n\n", kGenerationRises),
+           .flags = {}},
+      .timeout_seconds = kTimeoutSeconds,
+      .prepare = PrepareLoad};
 }
 
 Command ImportCommand() {
   return {.spec = {.name = "import",
                    .positionals = {"JOB", "DIR"},
-                   .summary = "begins the job anew with the weights of Hugging Face's safetensors",
+                   .summary = "restarts the job with weights from Hugging Face's safetensors",
                    .details = absl::StrCat(
                        kDirectory,
-                       "It has model.safetensors, or model.safetensors.index.json and what that "
-                       "names; or DIR is the file. Tensors in fp32, bf16 or fp16 are taken by the "
-                       "parameters' names, others are left out; moments are zeros, the step is 0."
-                       "\n\n",
+                       "It has model.safetensors, or model.safetensors.index.json and the files "
+                       "that it names. DIR may also be the file itself. Tensors (fp32, bf16 or "
+                       "fp16) are matched by the parameters' names, and others are ignored. "
+                       "Moments are zeros, the step is 0.\n\n",
                        kGenerationRises),
                    .flags = {}},
           .timeout_seconds = kTimeoutSeconds,
@@ -304,42 +254,40 @@ Command ImportCommand() {
 }
 
 Command CheckpointsCommand() {
-  return {
-      .spec = {.name = "checkpoints",
-               .positionals = {"[DIR]"},
-               .summary = "lists what is saved",
-               .details = absl::StrCat(
-                   kDirectory,
-                   "Without DIR, all under --checkpoint-dir. First the job that saved last, of "
-                   "a job the newest first. Only indexes are read: `ballast verify` reads all."),
-               .flags = {}},
-      .timeout_seconds = kTimeoutSeconds,
-      .prepare = PrepareCheckpoints};
+  return {.spec = {.name = "checkpoints",
+                   .positionals = {"[DIR]"},
+                   .summary = "lists checkpoints",
+                   .details =
+                       absl::StrCat(kDirectory,
+                                    "Without DIR, all under --checkpoint-dir. The job that saved "
+                                    "last comes first, and within a job the newest checkpoint. "
+                                    "Only indexes are read; `ballast verify` reads all bytes."),
+                   .flags = {}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareCheckpoints};
 }
 
 Command VerifyCommand() {
-  return {
-      .spec = {.name = "verify",
-               .positionals = {"DIR"},
-               .summary = "reads every byte of checkpoints, and says whether they can be loaded",
-               .details = absl::StrCat(kDirectory, kOneOfThem,
-                                       "If one cannot, the exit code is 1 and the error names "
-                                       "it."),
-               .flags = {}},
-      .timeout_seconds = kTimeoutSeconds,
-      .prepare = PrepareVerify};
+  return {.spec = {.name = "verify",
+                   .positionals = {"DIR"},
+                   .summary = "reads every byte of checkpoints and says whether they can be loaded",
+                   .details = absl::StrCat(
+                       kDirectory, kOneOfThem,
+                       "If one cannot be loaded, the exit code is 1 and the error names it."),
+                   .flags = {}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareVerify};
 }
 
 Command DeleteCheckpointCommand() {
   return {.spec = {.name = "delete-checkpoint",
                    .positionals = {"CHECKPOINT"},
-                   .summary = "deletes what a save has made",
-                   .details =
-                       "CHECKPOINT is JOB/step-STEP.GENERATION, or JOB/step-STEP for those of the "
-                       "step that were asked for (`ballast checkpoints` lists them); or, where the "
-                       "service takes paths from you, an absolute path. One that is saved, loaded "
-                       "or verified is not deleted.",
-                   .flags = {{"uid", "UID", "only if it is of the job with this uid"}}},
+                   .summary = "deletes a checkpoint, or a step's requested ones",
+                   .details = "CHECKPOINT is JOB/step-STEP.GENERATION, or JOB/step-STEP for the "
+                              "step's requested ones (`ballast checkpoints` lists them). If the "
+                              "service accepts paths from you, it may be an absolute path. A "
+                              "checkpoint that is being saved, loaded or verified is not deleted.",
+                   .flags = {{"uid", "UID", "only if the job with this uid saved it"}}},
           .timeout_seconds = kTimeoutSeconds,
           .prepare = PrepareDelete};
 }

@@ -1,4 +1,4 @@
-// A subcommand of `ballast`: its arguments, and the action that it makes of them.
+// A subcommand of `ballast`: its arguments and its action.
 #ifndef BALLAST_CLIENT_CLI_CLI_COMMAND_H_
 #define BALLAST_CLIENT_CLI_CLI_COMMAND_H_
 
@@ -11,25 +11,26 @@
 #include "absl/status/statusor.h"
 #include "client/cli/cli_arguments.h"
 
-namespace ballast::client::cli {
-
+namespace ballast::client {
 class Service;
+}
+
+namespace ballast::client::cli {
 
 // What an action prints on standard output.
 struct Answer {
   Answer(std::string text, bool good = true) : text(std::move(text)), good(good) {}
   std::string text;
-  bool good;  // False: the exit code is 1, as where a plan does not fit.
+  bool good;  // False: the exit code is 1, for example if a plan does not fit.
 };
 
 // Does the work.
 using Action = std::function<absl::StatusOr<Answer>(Service& service, bool json)>;
 
-// What abort-step, undo and load do to the trainers, for their help and their output.
+// How abort-step, undo and load affect trainers, for their help and their output.
 inline constexpr char kGenerationRises[] =
-    "The job's generation rises: the streams of all workers end with ABORTED. Start "
-    "ballast-worker\n"
-    "again on every rank; a trainer of your own opens its sessions again.";
+    "The job's generation rises: the streams of all workers end with ABORTED. Restart "
+    "ballast-worker\non every rank; your own trainer opens its sessions again.";
 inline constexpr char kRanksMustReturn[] =
     "the workers' streams ended with ABORTED: start ballast-worker again on every rank (or reopen "
     "the sessions of your own trainer)\n";
@@ -38,7 +39,7 @@ struct Command {
   CommandSpec spec;
   // How long one call to the service may take, in seconds, unless --timeout says otherwise.
   double timeout_seconds = 10;
-  // Otherwise it has no flags that are about one, and must not use it.
+  // False: it has no flags about a service, and must not use it.
   bool asks_service = true;
   // Errors mean wrong usage. The service has not been called yet.
   absl::StatusOr<Action> (*prepare)(const Arguments& arguments);

@@ -1,20 +1,18 @@
 #include "client/cli/cli_export.h"
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cli/cli_json.h"
+#include "client/cli/cli_print.h"
 #include "client/cli/cli_text.h"
 #include "client/cli/terminal/progress_bar.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
-
-using json = nlohmann::ordered_json;
 
 // The unit is 10^9 bytes. The engine's own default is the same (state/weights_export.h).
 constexpr double kMostFileGb = 5;
@@ -25,19 +23,19 @@ Exporter& TheExporter() {
   return exporter;
 }
 
-std::string ToText(const Exported& exported, const ExportOrder& order) {
+std::string ToText(const v1::ExportedWeights& exported) {
   std::string text;
-  for (const std::string& damage : exported.passed_over) {
+  for (const std::string& damage : exported.passed_over()) {
     absl::StrAppend(&text, "passed over, because it is damaged: ", damage, "\n");
   }
-  absl::StrAppend(&text, "exported job ", exported.job, " at step ", exported.step, " of ",
-                  exported.checkpoint, ": ", Counted(exported.tensors, "tensor"), " in ",
-                  Name(order.dtype), ", ", FormatBytes(exported.bytes), ", as ",
-                  exported.files.front());
-  if (exported.files.size() > 1) {
-    absl::StrAppend(&text, " and ", exported.files.size() - 1, " more, with their index");
+  absl::StrAppend(&text, "exported job ", exported.job(), " at step ", exported.step(), " of ",
+                  exported.checkpoint(), ": ", Counted(exported.tensors(), "tensor"), " in ",
+                  Name(exported.dtype()), ", ", FormatBytes(exported.bytes()), ", as ",
+                  exported.files(0));
+  if (exported.files_size() > 1) {
+    absl::StrAppend(&text, " and ", exported.files_size() - 1, " more, with their index");
   }
-  return absl::StrCat(text, ", in ", order.directory, "\n");
+  return absl::StrCat(text, ", in ", exported.directory(), "\n");
 }
 
 absl::StatusOr<Action> PrepareExport(const Arguments& arguments) {
@@ -60,24 +58,15 @@ absl::StatusOr<Action> PrepareExport(const Arguments& arguments) {
     // Only ballast_main.cc gives one. The library itself does not link the engine.
     if (!TheExporter()) return absl::UnimplementedError("this program cannot export");
     const auto exports = [&] {
-      // Of the whole: the checkpoint is verified, and then its weights are read and written.
+      // The progress counts the whole: verifying the checkpoint, then reading and writing its weights.
       Activities activities;
       const auto progress = activities.Begin({.kind = ActivityKind::kExportingWeights});
       const CountsIn here(*progress);
       const ProgressBar bar([&] { return std::make_optional(activities.List().front()); });
       return TheExporter()(order);
     };
-    BALLAST_ASSIGN_OR_RETURN(const Exported exported, exports());
-    if (!as_json) return ToText(exported, order);
-    return Dump({{"job", exported.job},
-                 {"checkpoint", exported.checkpoint},
-                 {"passed_over", exported.passed_over},
-                 {"step", exported.step},
-                 {"directory", order.directory},
-                 {"dtype", Name(order.dtype)},
-                 {"tensors", exported.tensors},
-                 {"bytes", exported.bytes},
-                 {"files", exported.files}});
+    BALLAST_ASSIGN_OR_RETURN(const v1::ExportedWeights exported, exports());
+    return as_json ? proto::ToJson(exported) : ToText(exported);
   };
 }
 
@@ -92,14 +81,13 @@ Command ExportCommand() {
                .summary = "writes a checkpoint's weights as Hugging Face's safetensors",
                .details =
                    "Works without a service, on files of this host. CHECKPOINT is a checkpoint, "
-                   "step-STEP.GENERATION, or a folder of them, of which the newest that is "
-                   "not damaged is taken; checksums are verified. Of a job that runs, "
-                   "`ballast save` makes one. DIR is new or empty, and gets model.safetensors, "
-                   "or several files and model.safetensors.index.json, whole or not at all. "
-                   "Tensors have the parameters' names and are rounded from fp32; frozen "
-                   "parameters are in no checkpoint.",
+                   "step-STEP.GENERATION, or a folder: then the newest undamaged one in it. "
+                   "Checksums are verified. For a running job `ballast save` makes one first. DIR "
+                   "is new or empty. It gets model.safetensors, or several files and "
+                   "model.safetensors.index.json, all or nothing. Tensors have the parameters' "
+                   "names and are rounded from fp32. Checkpoints have no frozen parameters.",
                .flags = {{"dtype", "DTYPE", "bf16 or fp32 (default bf16)"},
-                         {"file-gb", "GB", "begin another file before one has more (default 5)"}}},
+                         {"file-gb", "GB", "size limit of a file (default 5)"}}},
       .asks_service = false,
       .prepare = PrepareExport};
 }

@@ -1,28 +1,19 @@
 #include "client/cli/cli_history.h"
 
-#include <nlohmann/json.hpp>
+#include <google/protobuf/util/message_differencer.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cli/cli_json.h"
 #include "client/cli/cli_print.h"
-#include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/text/printable.h"
+#include "proto/convert.h"
 
 namespace ballast::client::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-// Messages have no operator==.
-bool Equal(const v1::HyperParameters& a, const v1::HyperParameters& b) {
-  return a.lr() == b.lr() && a.beta1() == b.beta1() && a.beta2() == b.beta2() &&
-         a.eps() == b.eps() && a.weight_decay() == b.weight_decay() &&
-         a.decoupled_weight_decay() == b.decoupled_weight_decay() &&
-         a.bias_correction() == b.bias_correction() && a.amsgrad() == b.amsgrad() &&
-         a.maximize() == b.maximize();
-}
+using google::protobuf::util::MessageDifferencer;
 
 std::string StepsOf(const HyperParameterRun& run) {
   if (run.first_step == run.last_step) return absl::StrCat("step ", run.first_step);
@@ -52,7 +43,7 @@ std::vector<std::vector<HyperParameterRun>> HistoryOf(const v1::Job& job) {
       // Only consecutive steps join a run. A service has no others in one list: a load makes it
       // forget the records of before, and an undo the last one.
       if (!runs.empty() && runs.back().last_step + 1 == record.step() &&
-          Equal(runs.back().values, values)) {
+          MessageDifferencer::Equals(runs.back().values, values)) {
         runs.back().last_step = record.step();
       } else {
         runs.push_back({record.step(), record.step(), values});
@@ -68,24 +59,10 @@ std::string HistoryText(const v1::Job& job) {
   std::string text;
   for (int group = 0; group < job.groups_size(); ++group) {
     absl::StrAppend(&text, group == 0 ? "" : "\n", "group ",
-                    Printable(BareName(job.groups(group).name())), "\n", RunsText(history[group]));
+                    Printable(proto::BareName(job.groups(group).name())), "\n",
+                    RunsText(history[group]));
   }
   return text;
-}
-
-Json HistoryToJson(const v1::Job& job) {
-  const std::vector<std::vector<HyperParameterRun>> history = HistoryOf(job);
-  Json groups = Json::array();
-  for (int group = 0; group < job.groups_size(); ++group) {
-    Json runs = Json::array();
-    for (const HyperParameterRun& run : history[group]) {
-      runs.push_back({{"first_step", run.first_step},
-                      {"last_step", run.last_step},
-                      {"hyper_parameters", ToJson(run.values)}});
-    }
-    groups.push_back({{"name", BareName(job.groups(group).name())}, {"history", std::move(runs)}});
-  }
-  return {{"job", BareName(job.name())}, {"groups", std::move(groups)}};
 }
 
 }  // namespace ballast::client::cli

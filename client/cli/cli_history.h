@@ -3,11 +3,10 @@
 #define BALLAST_CLIENT_CLI_CLI_HISTORY_H_
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
 
 namespace ballast::client::cli {
 
@@ -22,7 +21,6 @@ struct HyperParameterRun {
 std::vector<std::vector<HyperParameterRun>> HistoryOf(const v1::Job& job);
 
 std::string HistoryText(const v1::Job& job);
-nlohmann::ordered_json HistoryToJson(const v1::Job& job);
 
 }  // namespace ballast::client::cli
 

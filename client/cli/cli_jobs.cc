@@ -1,25 +1,26 @@
 // jobs, job, history, abort-step, undo, close.
 #include <algorithm>
 #include <chrono>
-#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/calls/service.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_json.h"
 #include "client/cli/cli_print.h"
-#include "client/cli/cli_service.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
 
 absl::StatusOr<Action> PrepareJobs(const Arguments& arguments) {
   return [](Service& service, bool json) -> absl::StatusOr<std::string> {
-    BALLAST_ASSIGN_OR_RETURN(const v1::ListJobsResponse response, service.ListJobs());
-    return json ? Dump(ToJson(response)) : JobsText(response);
+    BALLAST_ASSIGN_OR_RETURN(
+        const auto response,
+        service.Call<v1::ListJobsResponse>("JobService/ListJobs", v1::ListJobsRequest()));
+    return json ? proto::ToJson(response) : JobsText(response);
   };
 }
 
@@ -27,7 +28,7 @@ absl::StatusOr<Action> PrepareJob(const Arguments& arguments) {
   return
       [job = arguments.positional(0)](Service& service, bool json) -> absl::StatusOr<std::string> {
         BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
-        return json ? Dump(ToJson(response)) : JobText(response);
+        return json ? proto::ToJson(response) : JobText(response);
       };
 }
 
@@ -35,8 +36,7 @@ absl::StatusOr<Action> PrepareHistory(const Arguments& arguments) {
   return
       [job = arguments.positional(0)](Service& service, bool json) -> absl::StatusOr<std::string> {
         BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
-        if (!json) return StepHistoryText(response);
-        return Dump({{"job", job}, {"steps", ToJson(response)["recent_steps"]}});
+        return json ? proto::ToJson(response) : StepHistoryText(response);
       };
 }
 
@@ -45,17 +45,15 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
                                          bool json) -> absl::StatusOr<std::string> {
     v1::AbortStepRequest request;
     request.set_name(proto::JobName(job));
-    const auto response = service.Call(service.jobs(), &v1::JobService::Stub::AbortStep, request);
-    if (!response.ok()) return service.SuggestJob(response.status(), job);
+    BALLAST_ASSIGN_OR_RETURN(const auto response,
+                             service.Call<v1::AbortStepResponse>("JobService/AbortStep", request));
+    if (json) return proto::ToJson(response);
     // Of a job that skips what cannot be kept, the step is over.
     const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
     // A step that some rank had not begun is aborted all the same. Then it is not committed.
     const bool skipped = now.ok() && now->on_abort() == v1::SKIP_STEP &&
-                         now->committed_step() >= response->aborted_step();
-    if (json) {
-      return Dump({{"job", job}, {"aborted_step", response->aborted_step()}, {"skipped", skipped}});
-    }
-    return absl::StrCat("step ", response->aborted_step(), " of job ", job,
+                         now->committed_step() >= response.aborted_step();
+    return absl::StrCat("step ", response.aborted_step(), " of job ", job,
                         skipped ? " skipped on all ranks, which go on\n" : " aborted; ",
                         skipped ? "" : kRanksMustReturn);
   };
@@ -64,18 +62,19 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
 absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
   return [job = arguments.positional(0)](Service& service,
                                          bool json) -> absl::StatusOr<std::string> {
-    // What is seen now goes with the request. Read may then repeat it after a lost answer, and the
+    // What is seen now goes with the request. It may then be repeated after a lost answer, and the
     // step is undone only once.
     BALLAST_ASSIGN_OR_RETURN(const v1::Job now, service.GetJob(job, false));
     v1::UndoStepRequest request;
     request.set_name(proto::JobName(job));
     request.set_step(now.committed_step());
     *request.mutable_generation() = now.generation();
-    const auto response = service.Read(service.jobs(), &v1::JobService::Stub::UndoStep, request);
-    if (!response.ok()) return service.SuggestJob(response.status(), job);
-    if (json) return Dump({{"job", job}, {"undone_step", response->undone_step()}});
-    return absl::StrCat("step ", response->undone_step(), " of job ", job,
-                        " undone; the job is at step ", response->undone_step() - 1, "; ",
+    BALLAST_ASSIGN_OR_RETURN(
+        const auto response,
+        service.Call<v1::UndoStepResponse>("JobService/UndoStep", request, Service::Repeat::kYes));
+    if (json) return proto::ToJson(response);
+    return absl::StrCat("step ", response.undone_step(), " of job ", job,
+                        " undone; the job is at step ", response.undone_step() - 1, "; ",
                         kRanksMustReturn);
   };
 }
@@ -94,12 +93,10 @@ absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& jo
                       [](const v1::RankProgress& rank) { return rank.attached(); });
     if (attached == 0) return now.uid();
     if (std::chrono::steady_clock::now() >= end) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("job ", job, " is in training: ", attached, " of ", now.world_size(),
-                       " workers are attached, at step ", now.committed_step(),
-                       "; stop them, or give it up, "
-                       "with all its state: ballast close ",
-                       job, " --force"));
+      return absl::FailedPreconditionError(absl::StrCat(
+          "job ", job, " is in training: ", attached, " of ", now.world_size(),
+          " workers are attached, at step ", now.committed_step(),
+          "; stop them, or close it and lose all its state: ballast close ", job, " --force"));
     }
     absl::SleepFor(kLookEvery);
   }
@@ -116,9 +113,9 @@ absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
       BALLAST_ASSIGN_OR_RETURN(const std::string uid, UidOfIdleJob(service, job));
       request.set_uid(uid);
     }
-    const auto response = service.Call(service.jobs(), &v1::JobService::Stub::CloseJob, request);
-    if (!response.ok()) return service.SuggestJob(response.status(), job);
-    if (json) return Dump({{"job", job}, {"closed", true}});
+    BALLAST_ASSIGN_OR_RETURN(const auto response,
+                             service.Call<v1::CloseJobResponse>("JobService/CloseJob", request));
+    if (json) return proto::ToJson(response);
     return absl::StrCat("job ", job, " closed; its state is gone\n");
   };
 }
@@ -137,44 +134,43 @@ Command JobsCommand() {
 Command JobCommand() {
   return {.spec = {.name = "job",
                    .positionals = {"JOB"},
-                   .summary = "a job's phase, who has sent what, and the last decisions",
+                   .summary = "a job's phase, each rank's progress, and the last decisions",
                    .details = "",
                    .flags = {}},
           .prepare = PrepareJob};
 }
 
 Command HistoryCommand() {
-  return {.spec = {.name = "history",
-                   .positionals = {"JOB"},
-                   .summary = "the last steps: norm, clipping, learning rate, time, skips",
-                   .details = "Oldest first. What each group's hyper-parameters were: ballast "
-                              "groups JOB --history.",
-                   .flags = {}},
-          .prepare = PrepareHistory};
+  return {
+      .spec = {.name = "history",
+               .positionals = {"JOB"},
+               .summary = "the last steps: norm, clipping, learning rate, time, skips",
+               .details =
+                   "Oldest first. For each group's hyper-parameters: ballast groups JOB --history.",
+               .flags = {}},
+      .prepare = PrepareHistory};
 }
 
 Command AbortStepCommand() {
-  return {
-      .spec = {.name = "abort-step",
-               .positionals = {"JOB"},
-               .summary = "clears the undecided step and ends the sessions of all ranks",
-               .details = absl::StrCat("Refused once the step is decided: it can only roll forward "
-                                       "then.\n\n",
-                                       kGenerationRises),
-               .flags = {}},
-      .prepare = PrepareAbortStep};
+  return {.spec = {.name = "abort-step",
+                   .positionals = {"JOB"},
+                   .summary = "clears the undecided step and ends the sessions of all ranks",
+                   .details = absl::StrCat(
+                       "Refused once the step is decided: then it can only be completed.\n\n",
+                       kGenerationRises),
+                   .flags = {}},
+          .prepare = PrepareAbortStep};
 }
 
 Command UndoCommand() {
   return {
       .spec = {.name = "undo",
                .positionals = {"JOB"},
-               .summary = "undoes the last committed step, exactly: for a loss that has exploded",
-               .details = absl::StrCat(
-                   "Of a job that was created with keep_previous, and once: a second step back "
-                   "takes a\ncheckpoint. Refused once the next step has begun; abort-step it "
-                   "first.\n\n",
-                   kGenerationRises),
+               .summary = "undoes the last committed step exactly, after a loss has exploded",
+               .details = absl::StrCat("Needs a job created with keep_previous. Only one step can "
+                                       "be undone; a second one takes a\ncheckpoint. Refused once "
+                                       "the next step has begun; abort-step it first.\n\n",
+                                       kGenerationRises),
                .flags = {}},
       .prepare = PrepareUndo};
 }
@@ -182,9 +178,9 @@ Command UndoCommand() {
 Command CloseCommand() {
   return {.spec = {.name = "close",
                    .positionals = {"JOB"},
-                   .summary = "forgets the job and all its state; save it first",
+                   .summary = "deletes the job and all its state; save it first",
                    .details = "Refused while workers are attached: their training would end.",
-                   .flags = {{"force", "", "also in the midst of a training"}}},
+                   .flags = {{"force", "", "also during a training"}}},
           .timeout_seconds = 300,  // Much memory takes long to be given back.
           .prepare = PrepareClose};
 }

@@ -2,10 +2,9 @@
 
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/cli/cli_json.h"
-#include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "proto/convert.h"
@@ -29,12 +28,13 @@ std::string JobsText(const v1::ListJobsResponse& response) {
   std::string work;
   for (const v1::Job& job : response.jobs()) {
     if (!job.problem().empty()) absl::StrAppend(&problems, Printable(job.problem()), "\n");
-    table.Add({BareName(job.name()), Name(job.phase()), FormatCount(job.committed_step()),
+    table.Add({proto::BareName(job.name()), Name(job.phase()), FormatCount(job.committed_step()),
                FormatCount(job.applied_steps()), FormatCount(job.skipped_steps()),
                ToString(proto::FromProto(job.generation())), absl::StrCat(job.world_size()),
                FormatBytes(job.memory().total_bytes())});
     for (const v1::Activity& activity : job.activities()) {
-      absl::StrAppend(&work, BareName(job.name()), ": ", ToLine(proto::FromProto(activity)), "\n");
+      absl::StrAppend(&work, proto::BareName(job.name()), ": ", ToLine(proto::FromProto(activity)),
+                      "\n");
     }
   }
   for (const v1::Activity& activity : response.activities()) {
@@ -69,7 +69,7 @@ std::string GroupsText(const v1::Job& job) {
                {"return"}});
   for (const v1::ParamGroup& group : job.groups()) {
     std::vector<std::string> cells = HyperParameterCells(group.hyper_parameters());
-    cells.insert(cells.begin(), BareName(group.name()));
+    cells.insert(cells.begin(), proto::BareName(group.name()));
     cells.insert(cells.end(),
                  {FormatCount(group.parameter_count()), FormatCount(group.trainable_elements()),
                   Name(group.wire_dtype()), Name(group.return_dtype())});
@@ -90,10 +90,10 @@ std::string SummaryText(const v1::StateSummary& summary) {
   int64_t elements = 1;
   for (int64_t extent : shape) elements *= extent;
   std::string text = absl::StrCat(
-      FormatField("parameter", BareName(summary.name())),
+      FormatField("parameter", proto::BareName(summary.name())),
       FormatField("shape",
                   absl::StrCat(FormatShape(shape), " (", FormatCount(elements), " elements)")),
-      FormatField("group", BareName(summary.group())),
+      FormatField("group", proto::BareName(summary.group())),
       FormatField("step", absl::StrCat(FormatCount(summary.step()), " committed, updated ",
                                        FormatCount(summary.update_count()), " times")));
   if (!summary.trainable()) absl::StrAppend(&text, "frozen: the service has no state for it\n");
@@ -109,5 +109,22 @@ std::string SummaryText(const v1::StateSummary& summary) {
   }
   return text;
 }
+
+int64_t OtherBytes(const v1::MemoryUse& memory) {
+  // shared_bytes are beside the total, and so are not subtracted.
+  return memory.total_bytes() - memory.state_bytes() - memory.gradient_bytes() -
+         memory.accumulator_bytes() - memory.speculation_bytes() - memory.previous_bytes();
+}
+
+std::string Name(v1::JobPhase phase) { return absl::AsciiStrToLower(v1::JobPhase_Name(phase)); }
+std::string Name(v1::DType dtype) { return absl::AsciiStrToLower(v1::DType_Name(dtype)); }
+std::string Name(v1::UnusedPolicy policy) {
+  return absl::AsciiStrToLower(v1::UnusedPolicy_Name(policy));
+}
+std::string Name(v1::UpdateMode mode) {
+  // A mode that is not set means WAIT.
+  return mode == v1::SPECULATE ? "speculate" : "wait";
+}
+std::string Name(v1::Plane plane) { return absl::AsciiStrToLower(v1::Plane_Name(plane)); }
 
 }  // namespace ballast::client::cli

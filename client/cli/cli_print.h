@@ -2,10 +2,12 @@
 #ifndef BALLAST_CLIENT_CLI_CLI_PRINT_H_
 #define BALLAST_CLIENT_CLI_CLI_PRINT_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
+#include "ballast/v1/state.pb.h"
 
 namespace ballast::client::cli {
 
@@ -16,6 +18,16 @@ std::string StepHistoryText(const v1::Job& job);
 std::string GroupsText(const v1::Job& job);
 std::string GroupText(const v1::ParamGroup& group);
 std::string SummaryText(const v1::StateSummary& summary);
+
+// The part of total_bytes outside MemoryUse's named parts.
+int64_t OtherBytes(const v1::MemoryUse& memory);
+
+// Lower-case names of enumerators.
+std::string Name(v1::JobPhase phase);
+std::string Name(v1::DType dtype);
+std::string Name(v1::UnusedPolicy policy);
+std::string Name(v1::UpdateMode mode);
+std::string Name(v1::Plane plane);
 
 // The cells "lr", "betas", "eps", "weight decay" and "options" of a table. The digits read back to
 // the same numbers.

@@ -7,9 +7,7 @@
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/cli/cli_json.h"
 #include "client/cli/cli_print.h"
-#include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/common/text/printable.h"
@@ -312,11 +310,12 @@ std::string StepHistoryText(const v1::Job& job) {
 
 std::string JobText(const v1::Job& job) {
   if (job.phase() == v1::CREATING) {
-    return absl::StrCat(FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),
-                        FormatField("phase", PhaseText(job)), ActivitiesText(job));
+    return absl::StrCat(FormatField("job", proto::BareName(job.name())),
+                        FormatField("uid", job.uid()), FormatField("phase", PhaseText(job)),
+                        ActivitiesText(job));
   }
   std::string text = absl::StrCat(
-      FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),
+      FormatField("job", proto::BareName(job.name())), FormatField("uid", job.uid()),
       FormatField("phase", PhaseText(job)),
       job.phase() == v1::BROKEN ? FormatField("saved", SavedText(job)) : "",
       FormatField("step", absl::StrCat(FormatCount(job.committed_step()), " committed (",

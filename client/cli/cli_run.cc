@@ -3,8 +3,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
+#include "client/calls/service.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "client/connect.h"
 #include "client/default_service.h"
@@ -30,13 +30,13 @@ std::string OverviewText(const std::vector<Command>& commands) {
     }
     absl::StrAppendFormat(&text, "  %-24s %s\n", left, command.spec.summary);
   }
-  absl::StrAppend(&text,
-                  "  help [COMMAND]           this text, or a command's flags\n\n"
-                  "Every command takes --json; those that ask a service take --service ADDRESS "
-                  "(host:port or\nunix:/path; default: BALLAST_SERVICE, 127.0.0.1:7070, or the "
-                  "socket of the packaged service),\n--timeout SECONDS, --wait SECONDS, and, where "
-                  "the service asks for them, --tls-ca, --tls-cert,\n--tls-key and "
-                  "--token-file. `ballast --version` says which build this is.\n");
+  absl::StrAppend(
+      &text,
+      "  help [COMMAND]           this text, or a command's flags\n\n"
+      "Every command takes --json. Commands that call a service take --service ADDRESS (host:port "
+      "or\nunix:/path; default: BALLAST_SERVICE, 127.0.0.1:7070, or the socket of the packaged "
+      "service),\n--timeout SECONDS and --wait SECONDS, and, if the service requires them, "
+      "--tls-ca, --tls-cert,\n--tls-key and --token-file. `ballast --version` prints the build.\n");
   return text;
 }
 
@@ -49,7 +49,7 @@ void AddCommonFlags(Command& command) {
        "host:port or unix:/path (default: BALLAST_SERVICE, 127.0.0.1:7070, or the socket of the "
        "packaged service)"});
   command.spec.flags.push_back(
-      {"tls-ca", "FILE", "the authority of a service with TLS (or BALLAST_TLS_CA)"});
+      {"tls-ca", "FILE", "the authority of a TLS service's certificate (or BALLAST_TLS_CA)"});
   command.spec.flags.push_back({"tls-cert", "FILE", "a certificate (or BALLAST_TLS_CERT)"});
   command.spec.flags.push_back({"tls-key", "FILE", "its key (or BALLAST_TLS_KEY)"});
   command.spec.flags.push_back(
@@ -57,10 +57,9 @@ void AddCommonFlags(Command& command) {
   command.spec.flags.push_back(
       {"timeout", "SECONDS",
        absl::StrCat("longest wait for an answer (default ", command.timeout_seconds, ")")});
-  command.spec.flags.push_back(
-      {"wait", "SECONDS",
-       "longest wait for a service that cannot be reached, as while its process is started again "
-       "(default 0); only commands that change nothing wait"});
+  command.spec.flags.push_back({"wait", "SECONDS",
+                                "longest wait for an unreachable service, for example while its "
+                                "process restarts (default 0); only read-only commands wait"});
 }
 
 // An error is one line, whatever a service's message has.
@@ -156,17 +155,14 @@ int Run(const std::vector<std::string>& words, std::string& output, std::string&
     const std::string why = absl::StrCat("no command '", name, "'", Suggestion(name, names));
     return Fail(kWrongUsage, absl::InvalidArgumentError(why), "; see ballast help", error);
   }
-  const std::vector<std::string> rest(words.begin() + 1, words.end());
-  // --help counts wherever it stands, also where arguments are missing.
-  if (help || std::find(rest.begin(), rest.end(), "--help") != rest.end()) {
-    output = HelpText(command->spec);
-    return kDone;
-  }
-  const absl::StatusOr<Arguments> arguments = Arguments::Parse(command->spec, rest);
-  if (!arguments.ok()) {
-    return Fail(kWrongUsage, arguments.status(), absl::StrCat("; see ballast help ", name), error);
-  }
-  return RunCommand(*command, *arguments, output, error);
+  Arguments arguments;
+  const absl::StatusOr<std::string> answer = arguments.Parse(
+      command->spec, help ? std::vector<std::string>{"--help"}
+                          : std::vector<std::string>(words.begin() + 1, words.end()));
+  if (!answer.ok()) return Fail(kWrongUsage, answer.status(), "", error);
+  if (answer->empty()) return RunCommand(*command, arguments, output, error);
+  output = *answer;
+  return kDone;
 }
 
 }  // namespace ballast::client::cli

@@ -1,18 +1,18 @@
 // state and write-state.
+#include <algorithm>
 #include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/v1/tool.pb.h"
+#include "client/calls/service.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_json.h"
 #include "client/cli/cli_print.h"
-#include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "client/cli/npy.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/text/suggestions.h"
 #include "proto/convert.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -24,41 +24,24 @@ struct StateRequest {
   std::string file;                         // That is written or read; empty: a summary is printed.
 };
 
-absl::Status SuggestParameter(Service& service, const absl::Status& status,
-                              const StateRequest& request) {
-  // NOT_FOUND may also mean that there is no such job: then GetJob's error says so.
-  if (!absl::IsNotFound(status)) return status;
-  BALLAST_ASSIGN_OR_RETURN(const v1::Job there, service.GetJob(request.job, true));
-  std::vector<std::string> names;
-  for (const v1::Parameter& known : there.parameters()) {
-    names.push_back(BareName(known.name()));
-    // The parameter is there, so something else was not found: the first error says what.
-    if (names.back() == request.parameter) return status;
-  }
-  return absl::NotFoundError(absl::StrCat("job ", request.job, " has no parameter ",
-                                          request.parameter, Suggestion(request.parameter, names)));
-}
-
 absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& request, bool json) {
   v1::SummarizeStateRequest message;
   message.set_name(proto::ParameterName(request.job, request.parameter));
-  absl::StatusOr<v1::StateSummary> summary =
-      service.Read(service.state(), &v1::StateService::Stub::SummarizeState, message);
-  if (!summary.ok()) return SuggestParameter(service, summary.status(), request);
+  BALLAST_ASSIGN_OR_RETURN(auto summary,
+                           service.Call<v1::StateSummary>("StateService/SummarizeState", message));
   // The service computes all planes in one pass; the one that was asked for is picked here.
   if (request.plane != v1::PLANE_UNSPECIFIED) {
-    v1::StateSummary one = *summary;
-    one.clear_planes();
-    for (const v1::PlaneSummary& plane : summary->planes()) {
-      if (plane.plane() == request.plane) *one.add_planes() = plane;
-    }
-    if (one.planes().empty()) {
+    auto& planes = *summary.mutable_planes();
+    planes.erase(std::remove_if(
+                     planes.begin(), planes.end(),
+                     [&](const v1::PlaneSummary& plane) { return plane.plane() != request.plane; }),
+                 planes.end());
+    if (planes.empty()) {
       return absl::NotFoundError(
           absl::StrCat("parameter ", request.parameter, " has no plane ", Name(request.plane)));
     }
-    *summary = std::move(one);
   }
-  return json ? Dump(ToJson(*summary)) : SummaryText(*summary);
+  return json ? proto::ToJson(summary) : SummaryText(summary);
 }
 
 // Writes one plane to a file as its parts arrive.
@@ -110,23 +93,22 @@ absl::StatusOr<std::string> WriteFile(Service& service, const StateRequest& requ
   message.set_name(proto::ParameterName(request.job, request.parameter));
   message.set_plane(request.plane == v1::PLANE_UNSPECIFIED ? v1::MASTER : request.plane);
   PlaneDownload download(request.file);
-  const absl::Status read = service.ReadState(
+  BALLAST_RETURN_IF_ERROR(service.ReadState(
       message, [&] { download.Begin(); },
-      [&](const v1::ReadStateResponse& part) { return download.Receive(part); });
-  if (!read.ok()) return SuggestParameter(service, read, request);
+      [&](const v1::ReadStateResponse& part) { return download.Receive(part); }));
   BALLAST_RETURN_IF_ERROR(download.Finish());
-  const std::string plane = Name(message.plane());
   if (json) {
-    return Dump({{"parameter", request.parameter},
-                 {"plane", plane},
-                 {"step", download.step()},
-                 {"shape", download.shape()},
-                 {"file", request.file},
-                 {"bytes", download.bytes()}});
+    v1::WrittenPlane written;
+    written.set_file(request.file);
+    written.set_plane(message.plane());
+    written.set_step(download.step());
+    written.mutable_shape()->Assign(download.shape().begin(), download.shape().end());
+    written.set_bytes(download.bytes());
+    return proto::ToJson(written);
   }
-  return absl::StrCat("wrote ", plane, " of ", request.parameter, " at step ", download.step(),
-                      ", fp32 ", FormatShape(download.shape()), ", ", FormatBytes(download.bytes()),
-                      ", to ", request.file, "\n");
+  return absl::StrCat("wrote ", Name(message.plane()), " of ", request.parameter, " at step ",
+                      download.step(), ", fp32 ", FormatShape(download.shape()), ", ",
+                      FormatBytes(download.bytes()), ", to ", request.file, "\n");
 }
 
 constexpr size_t kBytesOfMessage = 256 << 10;
@@ -145,15 +127,11 @@ absl::StatusOr<std::string> WriteState(Service& service, const StateRequest& req
   v1::OpenWriteState open;
   open.set_name(name);
   open.set_plane(request.plane);
-  const absl::StatusOr<v1::WriteStateResponse> written =
-      service.WriteState(open, [&] { return file.Read(kBytesOfMessage); });
-  if (!written.ok()) return SuggestParameter(service, written.status(), request);
-  const std::string plane = Name(request.plane);
-  if (json) {
-    return Dump({{"parameter", request.parameter}, {"plane", plane}, {"step", written->step()}});
-  }
-  return absl::StrCat(plane, " of ", request.parameter, " is ", request.file, " now, after step ",
-                      written->step(), "\n");
+  BALLAST_ASSIGN_OR_RETURN(const v1::WriteStateResponse written,
+                           service.WriteState(open, [&] { return file.Read(kBytesOfMessage); }));
+  if (json) return proto::ToJson(written);
+  return absl::StrCat(Name(request.plane), " of ", request.parameter, " is ", request.file,
+                      " now, after step ", written.step(), "\n");
 }
 
 absl::StatusOr<v1::Plane> PlaneOf(const Arguments& arguments) {
@@ -214,15 +192,16 @@ Command StateCommand() {
 
 Command WriteStateCommand() {
   return {
-      .spec = {.name = "write-state",
-               .positionals = {"JOB", "PARAMETER", "FILE.npy"},
-               .summary = "write a plane of a parameter, between two steps of a run",
-               .details = "The file has all of the plane in fp32. It is written once no step is "
-                          "in progress, whole or\nnot at all; the run goes on. Trainers have "
-                          "written weights (master) with those of the next step.\nThe step "
-                          "before cannot be undone any more.",
-               .flags = {{"plane", "PLANE",
-                          "master, exp_avg, exp_avg_sq or max_exp_avg_sq; required"}}},
+      .spec =
+          {.name = "write-state",
+           .positionals = {"JOB", "PARAMETER", "FILE.npy"},
+           .summary = "writes a plane of a parameter between two steps of a run",
+           .details =
+               "The file has the whole plane in fp32. It is written once no step is in progress, "
+               "all or\nnothing, and the run goes on. Trainers get written weights (master) with "
+               "those of the next\nstep. The step before cannot be undone afterwards.",
+           .flags = {{"plane", "PLANE",
+                      "master, exp_avg, exp_avg_sq or max_exp_avg_sq; required"}}},
       .timeout_seconds = 600,
       .prepare = PrepareWriteState};
 }

@@ -88,7 +88,7 @@ std::string FormatShape(absl::Span<const int64_t> shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
 
-// The first bucket begins at 10^-12 (PlaneSummary in ballast.proto).
+// The first bucket begins at 10^-12 (PlaneSummary in state.proto).
 int MagnitudeExponent(size_t bucket) { return static_cast<int>(bucket) - 12; }
 
 std::string FormatMagnitudes(absl::Span<const int64_t> counts) {

@@ -38,13 +38,13 @@ std::string FormatNumber(double value);   // At most six digits; "inf", "nan".
 std::string FormatExactly(double value);  // Shortest digits that read back the same.
 std::string FormatShape(absl::Span<const int64_t> shape);  // "[768, 3072]"; "[]" is a scalar.
 
-// "title: a, b, c", broken after commas so that no line is wider than kTextWidth, unless one name
-// is. Lines after the first are indented.
+// "title: a, b, c", broken after commas so that no line exceeds kTextWidth, except for a single
+// longer name. Lines after the first are indented.
 inline constexpr size_t kTextWidth = 100;
 std::string FormatNames(const std::string& title, absl::Span<const std::string> names);
 
 // One line for each decade from the first to the last non-empty one; empty if all are empty.
-// `counts`: PlaneSummary.magnitude_histogram in ballast.proto.
+// `counts`: PlaneSummary.magnitude_histogram in state.proto.
 std::string FormatMagnitudes(absl::Span<const int64_t> counts);
 // Decade `bucket` is [10^MagnitudeExponent(bucket), 10^(MagnitudeExponent(bucket) + 1)).
 int MagnitudeExponent(size_t bucket);

@@ -1,24 +1,23 @@
 // trace.
 #include <cmath>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "ballast/v1/tool.pb.h"
+#include "client/calls/service.h"
 #include "client/cli/chrome_trace.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_json.h"
-#include "client/cli/cli_service.h"
+#include "client/cli/cli_print.h"
 #include "client/cli/cli_text.h"
 #include "client/cli/output_file.h"
-#include "client/cli/trace_summary.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "proto/convert.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -37,18 +36,16 @@ struct TraceRequest {
 class TraceDownload {
  public:
   // All arguments outlive it.
-  TraceDownload(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory,
-                AtomicFile& file)
-      : layout_(layout),
-        chrome_(spec.name, layout),
-        summary_(spec, layout, std::move(shares_memory)),
-        file_(file) {}
+  TraceDownload(const TraceRequest& request, const Layout& layout, AtomicFile& file)
+      : layout_(layout), chrome_(request.job, layout), file_(file) {
+    written_.set_file(request.out);
+  }
 
   absl::Status Receive(const v1::TraceJobResponse& part) {
     std::string text = std::exchange(started_, true) ? "" : chrome_.Head();
     for (const v1::TraceEvent& event : part.events()) {
       if (!KnowsKind(event)) {
-        ++unknown_events_;
+        written_.set_unknown_events(written_.unknown_events() + 1);
         continue;
       }
       // What follows takes chunks of the layout by the event's number, without a further check.
@@ -56,29 +53,29 @@ class TraceDownload {
         return absl::DataLossError(absl::StrCat("the service sent ", status.message()));
       }
       text += chrome_.Add(event);
-      summary_.Add(event);
+      // An attempt at a step that is aborted and repeated begins again.
+      if (event.kind() == v1::BEGUN) written_.set_begun_steps(written_.begun_steps() + 1);
+      if (event.kind() == v1::COMMITTED) {
+        written_.set_committed_steps(written_.committed_steps() + 1);
+      }
     }
-    dropped_events_ += part.dropped_events();
+    written_.set_dropped_events(written_.dropped_events() + part.dropped_events());
     return file_.Append(text);
   }
   absl::Status Finish() {
-    BALLAST_RETURN_IF_ERROR(file_.Append(chrome_.Tail(dropped_events_)));
+    BALLAST_RETURN_IF_ERROR(file_.Append(chrome_.Tail(written_.dropped_events())));
+    written_.set_events(chrome_.events());
     return file_.Commit();
   }
 
-  const TraceSummary& summary() const { return summary_; }
-  int64_t events() const { return chrome_.events(); }  // Those that the file has.
-  uint64_t dropped_events() const { return dropped_events_; }
-  int64_t unknown_events() const { return unknown_events_; }
+  const v1::WrittenTrace& written() const { return written_; }
 
  private:
   const Layout& layout_;
   ChromeTrace chrome_;
-  TraceSummary summary_;
   AtomicFile& file_;
   bool started_ = false;
-  uint64_t dropped_events_ = 0;
-  int64_t unknown_events_ = 0;  // Events of kinds that only a newer client can show.
+  v1::WrittenTrace written_;
 };
 
 // The error if no step began: it names what the job did instead.
@@ -97,8 +94,7 @@ absl::Status NothingBegun(Service& service, const TraceRequest& request, absl::D
                    "; nothing was written; give it longer with --timeout"));
 }
 
-std::string Describe(const TraceRequest& request, const TraceDownload& trace) {
-  const TraceSummary& summary = trace.summary();
+std::string Describe(const TraceRequest& request, const v1::WrittenTrace& trace) {
   std::string text =
       absl::StrCat("wrote ", FormatCount(trace.events()), " events of job ", request.job, " to ",
                    request.out, "; open it in https://ui.perfetto.dev or chrome://tracing\n");
@@ -112,13 +108,10 @@ std::string Describe(const TraceRequest& request, const TraceDownload& trace) {
         &text, FormatCount(trace.unknown_events()),
         " more events are of kinds that this client does not know; use the service's version\n");
   }
-  if (summary.committed() < request.steps) {
-    absl::StrAppend(&text, "only ", summary.committed(), " of ", request.steps,
+  if (trace.committed_steps() < request.steps) {
+    absl::StrAppend(&text, "only ", trace.committed_steps(), " of ", request.steps,
                     " steps were committed in this time\n");
   }
-  absl::StrAppend(&text,
-                  "milliseconds: since the step's begin, then busy time summed over all threads\n",
-                  summary.Text());
   return text;
 }
 
@@ -128,27 +121,19 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, true));
   BALLAST_ASSIGN_OR_RETURN(const JobSpec spec, proto::FromProto(job));
   BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
-  std::vector<bool> shares_memory;
-  for (const v1::RankProgress& rank : job.ranks()) shares_memory.push_back(rank.shared_memory());
   // A file that cannot be made is found now, and not after minutes of waiting.
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<AtomicFile> file, CreateOutputFile(request.out));
-  TraceDownload download(spec, layout, std::move(shares_memory), *file);
+  TraceDownload download(request, layout, *file);
   v1::TraceJobRequest message;
   message.set_name(proto::JobName(request.job));
   message.set_steps(request.steps);
-  const absl::Status read = service.ReadTrace(
-      message, [&](const v1::TraceJobResponse& part) { return download.Receive(part); });
-  if (!read.ok()) return service.SuggestJob(read, request.job);
+  BALLAST_RETURN_IF_ERROR(service.ReadTrace(
+      message, [&](const v1::TraceJobResponse& part) { return download.Receive(part); }));
   // The file is not committed, so nothing of it stays.
-  if (download.summary().begun() == 0) return NothingBegun(service, request, SteadyNow() - start);
+  if (download.written().begun_steps() == 0)
+    return NothingBegun(service, request, SteadyNow() - start);
   BALLAST_RETURN_IF_ERROR(download.Finish());
-  if (!json) return Describe(request, download);
-  return Dump({{"job", request.job},
-               {"file", request.out},
-               {"events", download.events()},
-               {"dropped_events", download.dropped_events()},
-               {"unknown_events", download.unknown_events()},
-               {"steps", download.summary().ToJson()}});
+  return json ? proto::ToJson(download.written()) : Describe(request, download.written());
 }
 
 absl::StatusOr<Action> PrepareTrace(const Arguments& arguments) {
@@ -171,19 +156,16 @@ absl::StatusOr<Action> PrepareTrace(const Arguments& arguments) {
 
 Command TraceCommand() {
   return {
-      .spec =
-          {.name = "trace",
-           .positionals = {"JOB"},
-           .summary = "a timeline of the next steps, chunk by chunk",
-           .details =
-               "Waits until the steps that begin next are committed, and writes when each chunk "
-               "arrived,\nwas summed, updated (or speculated, before the decision) and sent, and "
-               "on which thread of the\nservice, for https://ui.perfetto.dev or "
-               "chrome://tracing. A step that is aborted and repeated\nis shown each time. "
-               "After nine tenths of --timeout the events so far are written. MB/s: the\n"
-               "gradients and weights that go through the channel, over the time busy with them.",
-           .flags = {{"steps", "N", "how many steps, 1 to 1000 (default 3)"},
-                     {"out", "FILE.json", "write the timeline to this file"}}},
+      .spec = {.name = "trace",
+               .positionals = {"JOB"},
+               .summary = "a timeline of the next steps, chunk by chunk",
+               .details = "Waits until the next steps are committed. Writes when each chunk "
+                          "arrived, was summed, updated\n(or speculated, before the decision) and "
+                          "sent, and on which thread of the service, for\nhttps://ui.perfetto.dev "
+                          "or chrome://tracing. If a step is aborted and repeated, both are "
+                          "shown.\nAfter nine tenths of --timeout the events so far are written.",
+               .flags = {{"steps", "N", "number of steps, 1 to 1000 (default 3)"},
+                         {"out", "FILE.json", "write the timeline to this file"}}},
       .timeout_seconds = 600,
       .prepare = PrepareTrace};
 }

@@ -65,8 +65,8 @@ absl::StatusOr<NpyReader> NpyReader::Open(const std::string& path) {
 
 absl::Status NpyReader::ReadHeader() {
   const absl::Status other = absl::InvalidArgumentError(
-      absl::StrCat(path_, " is no .npy file of fp32 in C order; write it with numpy.save(\"", path_,
-                   "\", numpy.ascontiguousarray(array, numpy.float32))"));
+      absl::StrCat(path_, " is not a .npy file of fp32 in C order; write it with numpy.save(\"",
+                   path_, "\", numpy.ascontiguousarray(array, numpy.float32))"));
   // Magic, a version of two bytes, and the header's length in two bytes, or four from version 2 on.
   char prefix[12] = {};
   if (!file_.read(prefix, 10) || std::string_view(prefix, 6) != "\x93NUMPY") return other;

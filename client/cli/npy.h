@@ -48,7 +48,7 @@ class NpyWriter {
 // In C order, little-endian.
 class NpyReader {
  public:
-  // INVALID_ARGUMENT: it is something else than such an array. NOT_FOUND, PERMISSION_DENIED.
+  // INVALID_ARGUMENT: it is not such an array. NOT_FOUND, PERMISSION_DENIED.
   static absl::StatusOr<NpyReader> Open(const std::string& path);
   const std::vector<int64_t>& shape() const { return shape_; }
   // The next bytes of the array, `most` of them; empty at its end. DATA_LOSS: the file is shorter.

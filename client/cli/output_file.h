@@ -1,4 +1,4 @@
-// The file that --out names.
+// The file of --out.
 #ifndef BALLAST_CLIENT_CLI_OUTPUT_FILE_H_
 #define BALLAST_CLIENT_CLI_OUTPUT_FILE_H_
 
@@ -15,7 +15,7 @@
 namespace ballast::client::cli {
 
 // One at a time. A signal that ends the command removes the file (ballast_main.cc). The process id
-// keeps two commands that write to the same path apart.
+// separates two commands that write to the same path.
 inline absl::StatusOr<std::unique_ptr<AtomicFile>> CreateOutputFile(std::string path) {
   return AtomicFile::Create(
       std::move(path), {.suffix = absl::StrCat(".partial.", getpid()), .remove_on_signal = true});

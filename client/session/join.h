@@ -20,21 +20,21 @@ namespace ballast::client {
 const std::string& DefaultProcessId();
 
 // Creates the job if this is rank 0 and options.job_uid is empty, and attaches; errors as in
-// Session::Open. UNAVAILABLE is not tried again here, but for JOB_BEING_CREATED: while the service
-// gets further with the job's memory, the deadline moves on, and the log says how far that is.
+// Session::Open. UNAVAILABLE is not retried here, except for JOB_BEING_CREATED. While the service
+// makes progress with the job's memory, the deadline moves on, and the log has the progress.
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
                                               const SessionOptions& options, absl::Time& deadline);
 
-// How much longer than for a small job joining may take: the service makes the job's memory ready,
-// and the memory that it shares, and page after page is cleared. Whole seconds.
+// The additional time to join a large job: the service makes the job's memory and the shared
+// memory, and clears page after page. Whole seconds.
 absl::Duration TimeForMemory(const JobSpec& job);
 
 // The job with this uid. NOT_FOUND if no job, or another one, has its name.
 absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
                                const std::string& uid);
 
-// The job when every rank's first weights have arrived. DEADLINE_EXCEEDED names the ranks that are
-// not attached. Reads the job with `get_job`.
+// Waits until every rank's first weights have arrived, and returns the job. DEADLINE_EXCEEDED names
+// the ranks that are not attached. Reads the job with `get_job`.
 absl::StatusOr<v1::Job> AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
                                           Clock& clock, const SessionOptions& options);
 

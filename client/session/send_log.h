@@ -1,11 +1,11 @@
-// The log of what a rank has sent in a step and the service has not acknowledged: control messages
-// and gradients, in order. It numbers the messages of a stream (each gradient counts as one, also
-// if one message carries several), bounds the unacknowledged payload bytes, and sends again on a
-// new stream what the service does not have.
+// The log of a rank's messages in a step that the service has not acknowledged: control messages
+// and gradients, in order. It numbers the messages of a stream; each gradient counts as one, even
+// if one message carries several. It bounds the unacknowledged payload bytes. On a new stream it
+// resends what the service lacks.
 //
-// Each payload is borrowed twice: until the service has it, and until the transport no longer
-// uses it. `released` runs when both have ended, or at once if nothing was logged; exactly once in
-// every case, however often the payload was sent, and with no lock held.
+// Each payload is borrowed twice: until the service has it, and until the transport no longer uses
+// it. `released` runs when both have ended, or at once if nothing was logged. It always runs
+// exactly once, however often the payload was sent, without a lock.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_SESSION_SEND_LOG_H_
@@ -22,7 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
@@ -39,21 +39,20 @@ class SendLog {
   // progress, and the connection's keepalive ends that write (client/connect.h).
   ~SendLog();
 
-  // Logs a message, and sends it if there is a stream. Never blocks. After Close: the status that
-  // was given to Close.
+  // Logs a message, and sends it if there is a stream. Never blocks. After Close: Close's status.
   absl::Status Send(v1::TrainRequest message);
   // The same for a gradient. Blocks while other bytes are unacknowledged and these would exceed the
   // limit. DEADLINE_EXCEEDED, and nothing is logged, if that lasts for `send_timeout`.
   absl::Status SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> released);
 
-  // The same for a gradient in shared memory, at `place`, which needs no room and which only the
-  // service borrows. Never blocks, unless SharesNothing.
+  // The same for a gradient in shared memory, at `place`. It needs no room, and only the service
+  // borrows it. Never blocks, unless SharesNothing.
   absl::Status SendSharedGradient(const v1::GradientHeader& header,
                                   absl::Span<const std::byte> place,
                                   std::function<void()> released);
   // The service has lost the shared memory: from now on, and on the next stream, all gradients are
-  // sent. To be called while there is no stream.
+  // sent. Call it while there is no stream.
   void SharesNothing();
 
   // The service has the first `messages` messages of the stream, including the open message.
@@ -63,10 +62,10 @@ class SendLog {
   // kept until it is refused, discarded, or the step is decided. A vote and a discard are kept
   // likewise.
   void SealRefused(StepAttempt at);
-  // The same of a vote, also of one that a seal brought.
+  // The same for a vote, including a vote in a seal.
   void VoteRefused(StepAttempt at);
-  // The answer to a discard: the service has handled everything that was logged before, and has
-  // forgotten it. The caller logs nothing of the next attempt before.
+  // The answer to a discard: the service has handled everything logged before, and has dropped it.
+  // Until then the caller logs nothing of the next attempt.
   void Discarded();
   // The service has everything that was logged, acknowledged or not, because it has accepted
   // every rank's seal.
@@ -79,7 +78,7 @@ class SendLog {
   // message that the answer, `opened`, does not show to have arrived. `stream` lives until Detach.
   struct Resumed {
     int64_t sent = 0;
-    int64_t arrived = 0;  // Removed from the log, and their payloads returned.
+    int64_t arrived = 0;  // Removed from the log; their payloads are released.
   };
   Resumed Resume(TrainCall& stream, const v1::Opened& opened);
 

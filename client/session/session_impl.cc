@@ -54,19 +54,18 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       clock_(clock),
       options_(std::move(options)),
       layout_(std::move(layout)),
-      places_(layout_.chunks().size()),
       // Without `weights` the memory exists wherever weights can come: TakeWeightsMemory has made
       // it, or Open has failed; and a session that takes no steps gets no weights.
       weights_at_([this](int chunk) {
         return options_.weights ? options_.weights(chunk) : weights_memory_->at(chunk);
       }),
-      // The callback first: whoever Arrived wakes relies on what it has done. The C interface hands
-      // the chunk to its copies there.
-      on_weights_([this](int chunk) {
-        if (options_.on_weights) options_.on_weights(chunk);
-        progress_.Arrived(chunk);
-      }),
-      sink_(layout_, options_.job.groups, options_.rank, weights_at_, on_weights_),
+      sink_(layout_, options_.job.groups, options_.rank, weights_at_,
+            // The callback first: whoever Arrived wakes relies on what it has done. The C interface
+            // hands the chunk to its copies there.
+            [this](int chunk) {
+              if (options_.on_weights) options_.on_weights(chunk);
+              progress_.Arrived(chunk);
+            }),
       log_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
@@ -126,10 +125,10 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time& deadli
   options.rejoin = true;
   // These are of the step at which the rank attached. A stream that opens at another step is an
   // error (StreamKeeper::Open), after which this is all done again.
-  trainer_state_ = attached_.job().trainer_state();
-  last_step_applied_ = true;
+  last_step_.trainer_state = attached_.job().trainer_state();
+  last_step_.applied = true;
   if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
-    last_step_applied_ = records.rbegin()->applied();
+    last_step_.applied = records.rbegin()->applied();
   }
   KnowInherited(attached_.job());
   attached_.clear_job();  // A job's description can be large, and is no longer needed.
@@ -211,7 +210,7 @@ absl::Span<const std::byte> SessionImpl::weights_memory(int chunk) const {
 absl::Span<std::byte> SessionImpl::gradient_memory(int chunk) {
   const bool exists = chunk >= 0 && chunk < static_cast<int>(layout_.chunks().size());
   if (shared_memory_ == nullptr || !exists) return {};
-  return places_.GiveToTrainer(chunk) ? shared_memory_->gradient(chunk) : absl::Span<std::byte>();
+  return shared_memory_->gradient(chunk);
 }
 
 v1::OpenTrain SessionImpl::OpenMessage() const {
@@ -289,8 +288,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   // another thread may receive them before Send returns.
   progress_.Begin(step);
   guesses_ = false;
-  if (std::exchange(reported_, false)) report_ = {};
-  places_.FreeAll();  // The previous step is over, so the service reads none of its gradients.
+  if (report_.sent) report_ = {};
   return log_.Send(std::move(request));
 }
 
@@ -319,24 +317,6 @@ absl::Status SessionImpl::CheckPush(const GradientPush& push, StepAttempt at) co
   return absl::OkStatus();
 }
 
-bool SessionImpl::PushInPlace(GradientPush& push) {
-  if (shared_memory_ == nullptr || push.empty) return false;
-  const absl::Span<std::byte> place = shared_memory_->gradient(push.chunk);
-  // The trainer has asked for the place (gradient_memory) and has written it there.
-  if (push.payload.data() == place.data()) return true;
-  const uint64_t use = places_.Take(push.chunk);
-  // The trainer has the place, or an earlier copy is still there: the bytes go through the stream.
-  if (use == 0) return false;
-  std::memcpy(place.data(), push.payload.data(), place.size());
-  if (push.released) push.released();
-  // A final gradient stays at its place until the next step (FreeAll): the service reads it there.
-  push.released = nullptr;
-  if (!push.final) {
-    push.released = [this, chunk = push.chunk, use] { places_.Free(chunk, use); };
-  }
-  return true;
-}
-
 absl::Status SessionImpl::Push(GradientPush push) {
   const Callers::Entry entry(pushes_);    // The destructor waits for this call.
   const StepAttempt at = progress_.at();  // Another thread may discard it.
@@ -360,10 +340,11 @@ absl::Status SessionImpl::Push(GradientPush push) {
   // chunk's may come twice only where this is set.
   if (push.may_guess) guesses_ = true;
   header.set_empty(push.empty);
-  const absl::Status sent =
-      PushInPlace(push) ? log_.SendSharedGradient(header, shared_memory_->gradient(push.chunk),
-                                                  std::move(push.released))
-                        : log_.SendGradient(header, push.payload, std::move(push.released));
+  const absl::Span<const std::byte> place = gradient_memory(push.chunk);
+  const bool in_place = !push.empty && !place.empty() && push.payload.data() == place.data();
+  const absl::Status sent = in_place
+                                ? log_.SendSharedGradient(header, place, std::move(push.released))
+                                : log_.SendGradient(header, push.payload, std::move(push.released));
   if (sent.ok()) return sent;
   // If the session has failed, its failure is the cause.
   BALLAST_RETURN_IF_ERROR(progress_.failure());
@@ -399,19 +380,19 @@ absl::Status SessionImpl::CheckVote(const StepVote& vote) const {
 }
 
 absl::Status SessionImpl::Report(const RankReport& report) {
-  RankReport all = report_;
+  RankReport all = report_.report;
   for (const auto& [name, value] : report.numbers) all.numbers[name] = value;
   if (report.seconds.has_value()) all.seconds = report.seconds;
   BALLAST_RETURN_IF_ERROR(CheckReport(all));
-  report_ = std::move(all);
+  report_.report = std::move(all);
   return absl::OkStatus();
 }
 
 template <typename Message>
 void SessionImpl::AddReport(Message& message) {
-  if (report_.empty()) return;
-  *message.mutable_report() = proto::ToProto(report_);
-  reported_ = true;
+  if (report_.report.empty()) return;
+  *message.mutable_report() = proto::ToProto(report_.report);
+  report_.sent = true;
 }
 
 absl::Status SessionImpl::SendSeal(uint32_t micro_steps, const StepVote* vote) {
@@ -439,12 +420,9 @@ absl::StatusOr<StepNorm> SessionImpl::Seal(uint32_t micro_steps) {
   if (progress_.StartSeal(/*with_vote=*/false)) {
     BALLAST_RETURN_IF_ERROR(SendSeal(micro_steps, nullptr));
   }
-  absl::StatusOr<std::optional<StepNorm>> norm = progress_.AwaitNorm(options_.seal_timeout);
+  absl::StatusOr<StepNorm> norm = progress_.AwaitNorm(options_.seal_timeout);
   if (!norm.ok()) return ExplainSeal(norm.status());
-  if (norm->has_value()) return **std::move(norm);
-  // The step could not be kept, and is decided: the vote is of no consequence.
-  const StepDecision decision = *progress_.decision();
-  return StepNorm{.step = decision.step, .norm = decision.norm};
+  return norm;
 }
 
 absl::StatusOr<StepDecision> SessionImpl::Vote(const StepVote& vote) {
@@ -532,7 +510,7 @@ absl::Status SessionImpl::Discard() {
 
 absl::Status SessionImpl::ReceiveWeights() {
   // A decided step can be received even if the stream failed later.
-  if (!progress_.decision().has_value()) {
+  if (!progress_.standing().decided) {
     BALLAST_RETURN_IF_ERROR(CheckInStep("ReceiveWeights"));
     return absl::FailedPreconditionError(
         absl::StrCat(Context(), ": ReceiveWeights before Seal has returned a decision"));

@@ -11,7 +11,6 @@
 
 #include "client/session.h"
 #include "client/session/callers.h"
-#include "client/session/gradient_places.h"
 #include "client/session/send_log.h"
 #include "client/session/shared_mapping.h"
 #include "client/session/step_progress.h"
@@ -35,8 +34,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   uint64_t committed_step() const override { return committed_step_; }
   Generation generation() const override;
   const std::string& job_uid() const override { return attached_.uid(); }
-  const std::string& trainer_state() const override { return trainer_state_; }
-  bool last_step_applied() const override { return last_step_applied_; }
+  const std::string& trainer_state() const override { return last_step_.trainer_state; }
+  bool last_step_applied() const override { return last_step_.applied; }
   absl::StatusOr<JobCounts> ReadCounts() override;
   bool shares_memory() const override { return shared_memory_ != nullptr; }
   absl::Span<std::byte> gradient_memory(int chunk) override;
@@ -84,9 +83,6 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   bool may_speculate() const {
     return options_.job.update_mode == UpdateMode::kSpeculate && weights_memory_.has_value();
   }
-  // Whether the gradient is at its chunk's place in shared memory, after copying it there if
-  // possible. Then the log releases `push` once the service has it.
-  bool PushInPlace(GradientPush& push);
 
   // session_stream.cc: messages of the service.
   absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
@@ -109,18 +105,18 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
                           absl::Duration limit);
 
-  // Of both uploads.
+  // For both uploads.
   absl::Status Upload(const FirstState& state,
                       const std::function<void(int chunk, absl::Span<float> out)>& fill);
   // OK once the service has this rank's.
   absl::Status SendFirstWeights(const FirstState& state,
                                 const std::function<void(int chunk, absl::Span<float> out)>& fill);
-  // Reads the chunks that `sink` misses, at `step` if that has a value. Sets `step` to the step of
+  // Reads the chunks that `sink` lacks, at `step` if that has a value. Sets `step` to the step of
   // the weights that arrived.
   absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step, absl::Duration limit);
   absl::StatusOr<v1::Job> GetJob() const;
-  // Tries `call`, which may be done twice, again for at most reconnect_timeout. If the session ends
-  // meanwhile, the error is the one that ended it.
+  // Retries `call`, which must be idempotent, for at most reconnect_timeout. If the session ends
+  // meanwhile, returns the error that ended it.
   absl::Status RetryBetweenSteps(
       const std::function<absl::Status()>& call,
       const std::function<bool(const absl::Status&)>& may_heal = absl::IsUnavailable) const;
@@ -129,7 +125,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   std::string Context() const override;
   // OK if a step is open and the stream is sound.
   absl::Status CheckInStep(const char* call) const;
-  // OK if no discard is under way and the stream is sound.
+  // OK if no discard is in progress and the stream works.
   absl::Status CheckNotDiscarding(const char* call) const;
   // OK if the session was opened for steps.
   absl::Status CheckTakesSteps(const char* call) const;
@@ -153,24 +149,25 @@ class SessionImpl final : public Session, private StreamKeeper::User {
 
   // Constant once open.
   v1::AttachWorkerResponse attached_;             // Without its job.
-  std::unique_ptr<SharedMapping> shared_memory_;  // Null: everything goes through the stream.
-  std::string trainer_state_;
-  bool last_step_applied_ = true;
+  std::unique_ptr<SharedMapping> shared_memory_;  // Null: everything uses the stream.
+  struct {
+    std::string trainer_state;
+    bool applied = true;
+  } last_step_;  // Before this session.
 
   // Used by the trainer's thread only.
   bool awaiting_weights_ = false;
-  std::vector<bool> inherited_;  // By parameter: what a derived job has, and no rank brings.
+  std::vector<bool> inherited_;  // By parameter: a derived job has it already, and no rank uploads
+                                 // it.
   double update_seconds_ = 0;
-  RankReport report_;
-  bool reported_ = false;  // A seal or a vote had it.
+  struct {
+    RankReport report;
+    bool sent = false;  // With a seal or a vote.
+  } report_;
 
-  GradientPlaces places_;
-
-  // Where the weights of a chunk go: to the trainer's memory, or to where the trainer reads them in
+  // The destination of a chunk's weights: the trainer's memory, or where the trainer reads them in
   // place.
   const std::function<absl::Span<std::byte>(int chunk)> weights_at_;
-  // Of a step: tells the trainer, and who awaits them.
-  const std::function<void(int chunk)> on_weights_;
   // Used by the stream's thread, and by the keeper's while there is no stream.
   WeightSink sink_;
   // Its address is constant once open. Weights in it are provisional only on this stream and for
@@ -178,7 +175,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   std::optional<WeightsMemory> weights_memory_;
 
   std::atomic<uint64_t> committed_step_ = 0;
-  std::atomic<bool> guesses_ = false;  // A push of the step in progress said may_guess.
+  std::atomic<bool> guesses_ = false;  // A push of the step in progress had may_guess.
   StepProgress progress_;
   // Destroyed after the stream, because the transport may use payloads until then.
   SendLog log_;

@@ -98,7 +98,6 @@ absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
     // no session's, and the service reads none of its gradients.
     log_.Discarded();
     DropProvisionalWeights();
-    places_.FreeAll();
   }
   return progress_.Discarded({discarded.step(), discarded.attempt()});
 }
@@ -180,9 +179,8 @@ void SessionImpl::DropProvisionalWeights() {
 
 absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPieces payload) {
   if (header.provisional()) return OnProvisionalWeights(header, payload);
-  const std::optional<StepDecision> decision = progress_.decision();
   // Without that decision the trainer's memory still has the weights that it works with.
-  if (!decision.has_value() || !decision->applied || decision->step != header.step()) {
+  if (!progress_.applies(header.step())) {
     return absl::InternalError(absl::StrCat("the service sent weights of step ", header.step(),
                                             ", which has no decision that applies it"));
   }
@@ -205,9 +203,8 @@ absl::Status SessionImpl::OnSharedWeights(const v1::SharedWeights& message) {
 }
 
 absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
-  const std::optional<StepDecision> decision = progress_.decision();
   // The service sends this after the rank's last chunk: what is missing now never comes.
-  if (decision.has_value() && decision->applied && sink_.missing_chunks() > 0) {
+  if (progress_.applies(committed.step()) && sink_.missing_chunks() > 0) {
     return absl::DataLossError(absl::StrCat("step ", committed.step(), " was committed, but ",
                                             sink_.missing_chunks(),
                                             " chunks of weights have not arrived"));
@@ -264,7 +261,7 @@ absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, con
   }
   // Only the chunks that the old stream did not bring. If the read breaks off, the next attempt
   // comes here again, with fewer of them missing.
-  if (progress_.decision()->applied && sink_.missing_chunks() > 0) {
+  if (progress_.applies(standing.step) && sink_.missing_chunks() > 0) {
     std::optional<uint64_t> step = standing.step;
     BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step, limit), "reading weights"));
   }

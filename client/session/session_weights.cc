@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/session/join.h"
@@ -14,6 +13,7 @@
 #include "client/session/retry.h"
 #include "client/session/session_impl.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -53,14 +53,7 @@ absl::Status SessionImpl::UploadState(
     return absl::InvalidArgumentError("a state of step 0 has no moments: upload weights alone");
   }
   BALLAST_RETURN_IF_ERROR(Validate(state, options_.job));
-  const absl::Status sent = Upload(state, fill);
-  // What a service says that does not read first_state.
-  if (absl::IsInvalidArgument(sent) && absl::StrContains(sent.message(), "have step 0, not ")) {
-    return absl::UnimplementedError(absl::StrCat(
-        Context(), ": the service is older than this library, and takes no moments with first ",
-        "weights; start a ballastd of this release, or load a checkpoint that has them"));
-  }
-  return sent;
+  return Upload(state, fill);
 }
 
 absl::Status SessionImpl::Upload(
@@ -179,7 +172,7 @@ absl::Status SessionImpl::ReadWeights() {
   // An empty list would mean all chunks.
   if (layout_.chunks_of_rank(options_.rank).empty()) return absl::OkStatus();
   // A sink of this call's own, because sink_ is the stream's; and the trainer's callback, because
-  // on_weights_ would count the chunks among those of a step.
+  // sink_ would count the chunks among those of a step.
   WeightSink sink(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights);
   sink.Begin();
   std::optional<uint64_t> step;
@@ -261,7 +254,8 @@ absl::Status SessionImpl::LoadCheckpoint(const std::string& directory) {
   Log().info("job {} is at step {} of {}", options_.job.name, loaded->step(), loaded->directory());
   // The generation has risen, which ends the streams of all ranks, this one included.
   keeper_->Stop();
-  OnEnded(absl::AbortedError("a checkpoint was loaded; open the session again"));
+  OnEnded(WithReason(absl::AbortedError("a checkpoint was loaded; open the session again"),
+                     reason::kOlderGeneration));
   return absl::OkStatus();
 }
 
@@ -292,7 +286,8 @@ absl::StatusOr<uint64_t> SessionImpl::UndoStep() {
   Log().info("step {} of job {} was undone", undone->undone_step(), options_.job.name);
   // As after a load.
   keeper_->Stop();
-  OnEnded(absl::AbortedError("a step was undone; open the session again"));
+  OnEnded(WithReason(absl::AbortedError("a step was undone; open the session again"),
+                     reason::kOlderGeneration));
   return undone->undone_step();
 }
 

@@ -1,19 +1,17 @@
 // The worker's end of memory shared with a service on the same host.
 //
-// The service makes a memory file, sealed against growing and shrinking, and hands it over through
-// an abstract unix socket to the process that sends the token which AttachWorker gave this rank.
-// The connection stays open while this object lives; its end tells the service that the memory is
-// no longer needed.
+// The service makes a memory file, sealed against resizing. It hands the file over through an
+// abstract unix socket to the process that sends the token from AttachWorker. The connection stays
+// open while this object lives. Its end tells the service that the memory is no longer needed.
 //
 // The service is not trusted: kind, seals and size are checked before the file is mapped, so that
-// no access to the mapping can be beyond the file's end. The pages are allocated when the file is
-// mapped. Seals do not prevent the service from punching holes into the file. A page that is gone
-// reads as zeros at the next access; that access fails only if the system has no memory left for
-// the page, as with any other memory.
+// every access is within the file. The pages are allocated when the file is mapped. Seals do not
+// prevent the service from punching holes into the file. A missing page reads as zeros at the next
+// access. That access fails only if the system has no memory for the page, as with any memory.
 //
-// A process forked from this one does not have the mapping. It does have the connection's
-// descriptor, which is closed only at exec, so the destructor shuts the connection down: the
-// service is notified even while such a child has the descriptor.
+// A process forked from this one does not have the mapping. It has the connection's descriptor,
+// which is closed only at exec. So the destructor shuts the connection down: the service is
+// notified even while such a child has the descriptor.
 #ifndef BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_
 #define BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_
 
@@ -24,7 +22,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
 

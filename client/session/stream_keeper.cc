@@ -287,8 +287,10 @@ absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duratio
   const Generation found = proto::FromProto(attached.generation());
   // The service compares them, too. What is logged here must not meet another generation.
   if (found != expected) {
-    return absl::AbortedError(absl::StrCat("the job is at generation ", ToString(found), ", not ",
-                                           ToString(expected), "; open the session again"));
+    return WithReason(
+        absl::AbortedError(absl::StrCat("the job is at generation ", ToString(found), ", not ",
+                                        ToString(expected), "; open the session again")),
+        reason::kOlderGeneration);
   }
   return attached;
 }

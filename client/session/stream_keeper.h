@@ -1,11 +1,11 @@
 // Keeps a rank's stream with the service. When the stream breaks, the keeper takes the rank again,
-// opens another stream and sends again what the service does not have. Its user sees one stream.
+// opens another stream and resends what the service lacks. Its user sees one stream.
 //
-// A stream broke if it ended with a status that a problem on the way to the service can explain
+// A stream is broken if it ended with a status that a problem on the way to the service can explain
 // (UNAVAILABLE, CANCELLED, UNKNOWN, INTERNAL, DEADLINE_EXCEEDED, or OK). Any other status is the
-// service's own and ends the session. So do a rank that another process has taken, and a generation
-// that rose. Another instance of the service that has the job, by its uid, has it as the one before
-// left it when it died, with what the step in progress had been given.
+// service's own and ends the session. The session also ends if another process has taken the rank,
+// or the generation has risen. A new instance of the service with the job, by its uid, has it as
+// the crashed one left it, with everything given to the step in progress.
 //
 // Threads: the stream's own thread delivers messages; a thread of the keeper reopens. Only one of
 // the two calls the user at a time, except for OnEnded.
@@ -92,9 +92,9 @@ class StreamKeeper final : private TrainListener {
   Settings settings_;
   std::unique_ptr<TrainCall> stream_;
   std::string instance_id_;  // The instance that the rank attached to last.
-  bool restarting_ = false;  // The service has said so of the stream that ended last.
+  bool restarting_ = false;  // The service announced a restart on the last stream.
   // An outage lasts until the service has acknowledged something on a new stream, or that stream
-  // has lasted for a while. So a cause that breaks every stream is not retried for ever.
+  // has lasted for a while. So a cause that breaks every stream is not retried forever.
   std::optional<Backoff> outage_;
   absl::Time open_since_;  // When the stream was opened.
 

@@ -1,14 +1,20 @@
 #include "client/session/weight_sink.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "client/session/payload_pieces.h"
 
 namespace ballast::client {
 
 WeightSink::WeightSink(const Layout& layout, const std::vector<GroupSpec>& groups, int rank,
-                       const std::function<absl::Span<std::byte>(int chunk)>& weights,
-                       const std::function<void(int chunk)>& on_weights)
-    : layout_(layout), groups_(groups), rank_(rank), weights_(weights), on_weights_(on_weights) {}
+                       std::function<absl::Span<std::byte>(int chunk)> weights,
+                       std::function<void(int chunk)> on_weights)
+    : layout_(layout),
+      groups_(groups),
+      rank_(rank),
+      weights_(std::move(weights)),
+      on_weights_(std::move(on_weights)) {}
 
 void WeightSink::Begin() {
   expected_.assign(layout_.chunks().size(), false);

@@ -18,10 +18,10 @@ namespace ballast::client {
 
 class WeightSink {
  public:
-  // Borrows everything.
+  // Borrows layout and groups.
   WeightSink(const Layout& layout, const std::vector<GroupSpec>& groups, int rank,
-             const std::function<absl::Span<std::byte>(int chunk)>& weights,
-             const std::function<void(int chunk)>& on_weights);
+             std::function<absl::Span<std::byte>(int chunk)> weights,
+             std::function<void(int chunk)> on_weights);
 
   // From now on every chunk of the rank is expected once.
   void Begin();
@@ -36,8 +36,8 @@ class WeightSink {
   const Layout& layout_;
   const std::vector<GroupSpec>& groups_;
   const int rank_;
-  const std::function<absl::Span<std::byte>(int chunk)>& weights_;
-  const std::function<void(int chunk)>& on_weights_;
+  const std::function<absl::Span<std::byte>(int chunk)> weights_;
+  const std::function<void(int chunk)> on_weights_;
   std::vector<bool> expected_;  // By chunk of the job.
   int64_t missing_chunks_ = 0;
 };

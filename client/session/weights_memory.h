@@ -1,5 +1,5 @@
-// Where a rank's weights are before, or instead of, being copied to the trainer: its part of the
-// memory shared with the service, or memory of the session's own.
+// A rank's weights before, or instead of, their copy to the trainer: in the memory shared with the
+// service, or in the session's own.
 //
 // Weights that arrive before a step's decision are provisional: they are kept here and are not the
 // step's weights yet. The decision publishes or drops them.
@@ -26,9 +26,9 @@ namespace ballast::client {
 
 class WeightsMemory {
  public:
-  // Memory of its own: room for every chunk of the rank in its return dtype. All pages are touched,
-  // so that they exist when they are needed. RESOURCE_EXHAUSTED names the bytes that are not
-  // available; then none are touched, because a control group kills a process for that.
+  // Own memory: room for every chunk of the rank in its return dtype. All pages are touched, so
+  // that they exist when needed. RESOURCE_EXHAUSTED names the missing bytes; then no page is
+  // touched, because a control group kills a process for that.
   static absl::StatusOr<WeightsMemory> Reserve(const Layout& layout,
                                                const std::vector<GroupSpec>& groups, int rank,
                                                int64_t available_bytes = AvailableMemoryBytes());
@@ -46,7 +46,7 @@ class WeightsMemory {
   bool has_provisional(int chunk) const { return kept_[chunk]; }
   // The chunk's weights are the step's, and no longer provisional.
   void Publish(int chunk) { kept_[chunk] = false; }
-  // True: it had provisional weights, and has none any more.
+  // True: it had provisional weights; they are dropped.
   bool Drop(size_t chunk) {
     const bool kept = chunk < kept_.size() && kept_[chunk];
     if (kept) kept_[chunk] = false;

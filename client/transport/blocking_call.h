@@ -23,7 +23,7 @@ class BlockingCall {
   // `limit`, and with CANCELLED when `calls` are cancelled.
   BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
                absl::Duration limit, CallsUnderWay& calls);
-  ~BlockingCall();  // Cancels what is not finished.
+  ~BlockingCall();  // Cancels an unfinished call.
   BlockingCall(const BlockingCall&) = delete;
   BlockingCall& operator=(const BlockingCall&) = delete;
 

@@ -1,4 +1,4 @@
-// The calls under way on a transport, so that another thread can cancel them.
+// The running calls of a transport, so that another thread can cancel them.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_TRANSPORT_CALLS_UNDER_WAY_H_

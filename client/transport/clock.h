@@ -1,4 +1,4 @@
-// Time, passed in so that a test decides how much of it passes.
+// Time as an interface, so that a test controls it.
 #ifndef BALLAST_CLIENT_TRANSPORT_CLOCK_H_
 #define BALLAST_CLIENT_TRANSPORT_CLOCK_H_
 
@@ -11,7 +11,7 @@ namespace ballast::client {
 class Clock {
  public:
   virtual ~Clock() = default;
-  // Only differences mean something: setting the host's clock does not change it.
+  // Only differences are meaningful: setting the host's clock does not change it.
   virtual absl::Time Now() = 0;
   virtual void SleepFor(absl::Duration duration) = 0;
   // Returns when `changed` is notified or `duration` has passed, or sooner.

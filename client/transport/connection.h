@@ -1,14 +1,15 @@
-// The way to a service, which outlives its connections: one attempt to connect about every second,
-// whatever becomes of the attempts before.
+// The connection to a service across reconnects: one attempt to connect about every second,
+// whatever happens to earlier attempts.
 //
 //   Connection connection(channel);  // Of Connect or NewChannel (client/connect.h).
 //   BALLAST_ASSIGN_OR_RETURN(auto connected, connection.Connected(absl::Seconds(10)));
 //   v1::JobService::Stub(connected).GetJob(...);
 //
-// gRPC's own ways are too slow for a trainer. Nobody polls a channel without a call, apart from a
+// gRPC's own reconnecting is too slow for a trainer. A channel without a call is polled only by a
 // timer of five seconds. An attempt that a silent peer has accepted lasts 20 seconds. A failed name
-// is resolved again after up to two minutes. So each attempt here has a channel of its own, and
-// this polls them all. A slow handshake goes on beside later attempts, and the first to finish wins.
+// is resolved again after up to two minutes. So each attempt here has its own channel, and this
+// class polls them all. A slow handshake continues beside later attempts, and the first to finish
+// wins.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_TRANSPORT_CONNECTION_H_
@@ -29,18 +30,18 @@
 
 namespace ballast::client {
 
-// A channel of `make` that a Connection replaces by others of `make`.
+// A channel from `make` that a Connection replaces by others from `make`.
 std::shared_ptr<grpc::Channel> MakeReplaceable(
     std::function<std::shared_ptr<grpc::Channel>()> make);
 
 class Connection {
  public:
-  // A channel that is not of MakeReplaceable is never replaced: it connects as gRPC has it.
+  // A channel that is not from MakeReplaceable is never replaced: it connects by gRPC's rules.
   explicit Connection(std::shared_ptr<grpc::Channel> channel);
 
-  // The channel for the next call. If none is connected, this begins an attempt, and another one
-  // every second. It returns when one succeeds or the newest fails: a call on that channel ends at
-  // once, and says why. UNAVAILABLE: neither has happened within `limit`; the attempts go on.
+  // The channel for the next call. If no channel is connected, begins an attempt, and another one
+  // every second. Returns when one succeeds or the newest fails: a call on that channel ends at
+  // once, with the reason. UNAVAILABLE: neither happened within `limit`; the attempts continue.
   // CANCELLED: after Cancel.
   absl::StatusOr<std::shared_ptr<grpc::Channel>> Connected(absl::Duration limit);
   // The last one that Connected returned.
@@ -50,12 +51,12 @@ class Connection {
 
  private:
   void Begin() ABSL_EXCLUSIVE_LOCKS_REQUIRED(connecting_);
-  // What Connected returns; null: nothing yet.
+  // What Connected returns; null: no result yet.
   std::shared_ptr<grpc::Channel> Outcome() ABSL_EXCLUSIVE_LOCKS_REQUIRED(connecting_);
 
-  std::function<std::shared_ptr<grpc::Channel>()> make_;  // Empty: nothing replaces the channel.
+  std::function<std::shared_ptr<grpc::Channel>()> make_;  // Empty: the channel is not replaced.
   std::atomic<bool> cancelled_ = false;
-  // One thread at a time connects, and another one finds what it has found.
+  // One thread at a time connects; others use its result.
   Mutex connecting_;
   std::deque<std::shared_ptr<grpc::Channel>> attempts_ ABSL_GUARDED_BY(connecting_);
   std::chrono::steady_clock::time_point next_ ABSL_GUARDED_BY(connecting_);  // Attempt.

@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
+#include "ballast/v1/state.grpc.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "client/transport/blocking_call.h"
 #include "client/transport/calls_under_way.h"
 #include "client/transport/connection.h"

@@ -11,8 +11,8 @@
 
 namespace ballast::client {
 
-// Calls end with DEADLINE_EXCEEDED after `short_limit` if they only read or change a little, and
-// after an hour if they allocate or move the state of a whole job.
+// Calls that only read or change a little end with DEADLINE_EXCEEDED after `short_limit`. Calls
+// that allocate or move the state of a whole job end after an hour.
 std::unique_ptr<Transport> MakeGrpcTransport(std::shared_ptr<grpc::Channel> channel,
                                              absl::Duration short_limit);
 

@@ -53,28 +53,29 @@ class WithoutSigPipe {
 };
 
 std::string NeedsCertificate() {
-  return "it wants a certificate of this client; give --tls-cert and --tls-key";
+  return "it requires a client certificate; give --tls-cert and --tls-key";
 }
 
 std::string NotOfItsAuthority(const Credentials& credentials) {
-  return absl::StrCat("it does not know the authority of this client's certificate, ",
+  return absl::StrCat("it does not trust the authority that signed this client's certificate, ",
                       credentials.tls_cert,
-                      "; give one that an authority of its --tls-client-ca has signed");
+                      "; give one signed by an authority in its --tls-client-ca");
 }
 
 // What gRPC and OpenSSL say.
 std::string Meaning(absl::string_view words, const Credentials& credentials) {
   const auto said = [&](absl::string_view part) { return absl::StrContains(words, part); };
   if (said("certificate verify failed")) {
-    return absl::StrCat("its certificate is not of the authority in ", credentials.tls_ca,
-                        ", or has expired; give with --tls-ca the authority that has signed it");
+    return absl::StrCat("its certificate has expired or is not signed by the authority in ",
+                        credentials.tls_ca, "; give the authority that signed it with --tls-ca");
   }
   if (said("Hostname Verification")) {
-    return absl::StrCat("its certificate, of the authority in ", credentials.tls_ca,
-                        ", is of another host name; call it by a name that the certificate has");
+    return absl::StrCat(
+        "its certificate, signed by the authority in ", credentials.tls_ca,
+        ", is for another host name; use a host name that the certificate contains");
   }
   if (said("wrong version number")) {
-    return absl::StrCat("what listens there does not speak TLS; give no --tls-ca (",
+    return absl::StrCat("what listens there does not speak TLS; leave out --tls-ca (",
                         credentials.tls_ca, "), or correct the address");
   }
   if (said("alert certificate required")) return NeedsCertificate();

@@ -1,4 +1,4 @@
-// The time at which a wait that begins now has taken too long.
+// The end of a wait that begins now.
 #ifndef BALLAST_CLIENT_TRANSPORT_STEADY_DEADLINE_H_
 #define BALLAST_CLIENT_TRANSPORT_STEADY_DEADLINE_H_
 

@@ -26,7 +26,7 @@ class GrpcTrainCall final : public TrainCall {
   GrpcTrainCall(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
       : listener_(listener), stub_(std::move(channel)) {
     call_ = stub_.PrepareCall(&context_, "/ballast.v1.TrainService/Train", &queue_);
-    call_->StartCall(&start_);
+    call_->StartCall(&tags_.start);
     thread_ = std::thread([this] { Run(); });
   }
 
@@ -87,7 +87,7 @@ class GrpcTrainCall final : public TrainCall {
     // A write here would run gRPC's work, and the release of other payloads, under the caller's
     // lock. The alarm lets the stream's thread write.
     busy_ = true;
-    wake_.Set(&queue_, gpr_inf_past(GPR_CLOCK_REALTIME), &woken_);
+    wake_.Set(&queue_, gpr_inf_past(GPR_CLOCK_REALTIME), &tags_.woken);
   }
 
   void Run() {
@@ -101,7 +101,7 @@ class GrpcTrainCall final : public TrainCall {
       case Event::kStarted:
         if (ok) {
           reading_ = true;
-          call_->Read(&incoming_, &read_);
+          call_->Read(&incoming_, &tags_.read);
         }
         WriteNext(ok);
         break;
@@ -110,7 +110,7 @@ class GrpcTrainCall final : public TrainCall {
           // Before the next read, which takes the same buffer. So a slow listener slows the
           // service, and does not fill this process's memory.
           Deliver();
-          call_->Read(&incoming_, &read_);
+          call_->Read(&incoming_, &tags_.read);
         } else {
           reading_ = false;
         }
@@ -129,7 +129,7 @@ class GrpcTrainCall final : public TrainCall {
     // has sent can still arrive.
     if (!reading_ && !finishing_ && StopSending()) {
       finishing_ = true;
-      call_->Finish(&status_, &finished_);
+      call_->Finish(&status_, &tags_.finished);
     }
   }
 
@@ -164,7 +164,7 @@ class GrpcTrainCall final : public TrainCall {
     // Only now, because chunks could be added to it while it waited. Without the lock, because gRPC
     // may release payloads in Write.
     if (next.shared.has_value()) next.bytes = proto::SerializeControl(*next.shared);
-    call_->Write(next.bytes, &written_);
+    call_->Write(next.bytes, &tags_.written);
   }
 
   // True if no write and no wake-up is under way; none begins from then on.
@@ -184,11 +184,13 @@ class GrpcTrainCall final : public TrainCall {
   grpc::Alarm wake_;
 
   // gRPC's tags: their addresses name the operations that have finished.
-  Event start_ = Event::kStarted;
-  Event read_ = Event::kRead;
-  Event written_ = Event::kWritten;
-  Event woken_ = Event::kWoken;
-  Event finished_ = Event::kFinished;
+  struct Tags {
+    Event start = Event::kStarted;
+    Event read = Event::kRead;
+    Event written = Event::kWritten;
+    Event woken = Event::kWoken;
+    Event finished = Event::kFinished;
+  } tags_;
 
   // Used by the stream's thread only.
   grpc::ByteBuffer incoming_;

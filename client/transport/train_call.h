@@ -1,7 +1,7 @@
-// The Train call over gRPC: raw buffers on a completion queue that one thread of its own drives.
+// The Train call over gRPC: raw buffers on a completion queue, driven by one thread of its own.
 //
-// That thread does all sending and receiving, so a sender only queues, and the listener is never
-// called twice at once. The queue of unsent buffers is bounded by its user (session/send_log.h).
+// That thread does all sending and receiving. So a sender only queues, and listener calls never
+// overlap. The user bounds the queue of unsent buffers (session/send_log.h).
 #ifndef BALLAST_CLIENT_TRANSPORT_TRAIN_CALL_H_
 #define BALLAST_CLIENT_TRANSPORT_TRAIN_CALL_H_
 

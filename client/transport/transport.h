@@ -1,5 +1,5 @@
-// What a session needs from the wire, as an interface, so that its logic can be tested without gRPC
-// and with faults. grpc_transport.h is the real implementation.
+// A session's interface to the network, so that its logic can be tested without gRPC and with
+// faults. grpc_transport.h is the real implementation.
 #ifndef BALLAST_CLIENT_TRANSPORT_TRANSPORT_H_
 #define BALLAST_CLIENT_TRANSPORT_TRANSPORT_H_
 
@@ -13,14 +13,16 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
+#include "ballast/v1/state.pb.h"
+#include "ballast/v1/train.pb.h"
 
 namespace ballast::client {
 
 // Payload bytes in pieces cut anywhere, valid only during the call that passes them.
 using PayloadPieces = absl::Span<const absl::Span<const std::byte>>;
 
-// Receives what arrives on a rank's stream, from the stream's one thread, with no lock held.
+// Receives the messages of a rank's stream, from the stream's one thread, without a lock.
 class TrainListener {
  public:
   virtual ~TrainListener() = default;
@@ -31,19 +33,19 @@ class TrainListener {
 };
 
 // The sending side of a rank's stream: one Train call. Thread-safe; first in, first out. Sending
-// neither blocks nor calls back on the caller's thread, so the caller may hold a lock. What is sent
-// after the end of the stream is dropped.
+// neither blocks nor calls back on the caller's thread, so the caller may hold a lock. After the
+// end of the stream messages are dropped.
 class TrainCall {
  public:
   // Ends the stream; no listener call is running or comes after it.
   virtual ~TrainCall() = default;
   virtual void Send(const v1::TrainRequest& message) = 0;
   // The payload is borrowed, not copied. `let_go` runs once, on any thread, when the transport no
-  // longer needs it; that may be after the stream is destroyed.
+  // longer needs it. That may be after the stream is destroyed.
   virtual void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> let_go) = 0;
-  // A gradient at its place in shared memory. Those that wait together and differ only in the chunk
-  // go in one message, which the service counts as one message for each of them.
+  // A gradient at its place in shared memory. Waiting ones that differ only in the chunk share one
+  // message, which the service counts once for each of them.
   virtual void SendSharedGradient(const v1::GradientHeader& header) = 0;
 };
 
@@ -61,13 +63,13 @@ class Transport {
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
   virtual absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) = 0;
 
-  // Sends `open`, then the values of each of `chunks` as `fill` returns them, with the step of
-  // open.first_state or open.state_write. DEADLINE_EXCEEDED as of CreateJob.
+  // Sends `open`, then the values that `fill` returns for each of `chunks`, with the step of
+  // open.first_state or open.state_write. DEADLINE_EXCEEDED as in CreateJob.
   virtual absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) = 0;
-  // Calls `place` for each chunk that arrives; its first error ends the call and is returned.
-  // Returns the step of the weights.
+  // Calls `place` for each arriving chunk; its first error ends the call and is returned. Returns
+  // the step of the weights.
   virtual absl::StatusOr<uint64_t> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
@@ -76,11 +78,11 @@ class Transport {
   // The listener outlives the stream.
   virtual std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) = 0;
 
-  // False if a broken stream means that the service is gone for good, because both are in one
-  // process. No call may be made then.
+  // False if a broken stream means that the service is permanently gone, because both are in one
+  // process. Then no call may be made.
   virtual bool CanReconnect() = 0;
 
-  // Ends all calls above that other threads have under way, and every later one, with CANCELLED.
+  // Ends all calls above that other threads are making, and every later one, with CANCELLED.
   // Streams stay. For a session that is being destroyed.
   virtual void CancelCalls() = 0;
 };

@@ -39,7 +39,7 @@ namespace ballast {
 
 enum class WeightDecay : uint8_t { kNone, kDecoupled, kL2 };
 
-// What the formula above needs of the hyper-parameters, for one update count.
+// The formula's scalars for one update count.
 struct AdamScalars {
   WeightDecay weight_decay_kind;
   float multiplier;
@@ -54,17 +54,17 @@ struct AdamScalars {
   float step_size;
 };
 
-// `update_count` is the number of this update for these elements, from 1. `multiplier` is what the
-// decision says of the group (gradient_norm.h), before the sign of `maximize`. Scalars that are
+// `update_count` is the number of this update for these elements, from 1. `multiplier` is the
+// group's in the decision (gradient_norm.h), before the sign of `maximize`. Scalars that are
 // denormal in fp32 become zero.
 AdamScalars MakeAdamScalars(const HyperParameters& values, int64_t update_count, float multiplier);
 
 // beta^exponent by repeated squaring in double.
 double PowerBySquaring(double beta, int64_t exponent);
 
-// `elements` consecutive elements with equal scalars. Sources and destinations are either the same
-// arrays (in place) or do not overlap; but the shard may lie where a gradient of its element size
-// was. Pointers need the alignment of their element type only.
+// `elements` consecutive elements with equal scalars. Sources and destinations are the same arrays
+// (in place) or do not overlap. One exception: the shard may replace a gradient of its element
+// size. Pointers need only their element type's alignment.
 struct AdamRun {
   int64_t elements;
   const void* gradient;  // of gradient_dtype

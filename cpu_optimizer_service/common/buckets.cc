@@ -51,9 +51,9 @@ absl::Status CutInBuckets(int64_t bucket_elements, LayoutSpec& layout) {
     ranges += DivideUp(bucket.end - bucket.begin, bucket.shard_elements);
   }
   if (ranges > kMaxChunks) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("cut for ", layout.world_size, " ranks it has ", ranges, " partitions, of ",
-                     kMaxChunks, " at most; take fewer ranks, larger buckets, or a mesh"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "for ", layout.world_size, " ranks it has ", ranges, " partitions; expected at most ",
+        kMaxChunks, ": use fewer ranks, larger buckets, or a mesh"));
   }
   layout.partitions = PartitionsOf(buckets, layout.world_size);
   return absl::OkStatus();

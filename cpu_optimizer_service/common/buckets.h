@@ -1,4 +1,4 @@
-// Buckets of gradients, and the partitions that reduce-scattering them makes.
+// Buckets of gradients, and the partitions after reduce-scattering them.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_BUCKETS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_BUCKETS_H_
 
@@ -11,9 +11,9 @@
 
 namespace ballast {
 
-// The unit of reduce-scatter: elements [begin, end) of a group's flat space. Rank r owns
-// [begin + r * shard_elements, begin + (r + 1) * shard_elements) cut at `end`; a collective works
-// on world_size * shard_elements elements, of which those past `end` are zeros that are not sent.
+// The unit of reduce-scatter: elements [begin, end) of a group's flat space. Rank r owns [begin + r
+// * shard_elements, begin + (r + 1) * shard_elements) cut at `end`. A collective works on
+// world_size * shard_elements elements; those past `end` are zeros that are not sent.
 struct Bucket {
   int group = 0;
   int64_t begin = 0;
@@ -25,11 +25,11 @@ struct Bucket {
 // in order of (group, begin).
 std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int world_size,
                                 int64_t bucket_elements);
-// The partitions that reduce-scattering those buckets makes; empty shards left out.
+// The partitions after reduce-scattering those buckets, without empty shards.
 std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int world_size);
 
-// Gives `layout`, of which CheckParameters says OK, the partitions of such buckets of its spaces, for
-// its world_size. INVALID_ARGUMENT: more than a job may have chunks.
+// Gives `layout`, which must pass CheckParameters, the partitions of such buckets of its spaces,
+// for its world_size. INVALID_ARGUMENT: more chunks than a job may have.
 absl::Status CutInBuckets(int64_t bucket_elements, LayoutSpec& layout);
 
 }  // namespace ballast

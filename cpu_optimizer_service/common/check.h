@@ -1,4 +1,4 @@
-// Assertions that stay on in every build: for our own bugs only, never for what a peer can cause.
+// Assertions in every build: only for our own bugs, never for what a peer can cause.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_CHECK_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_CHECK_H_
 

@@ -1,4 +1,4 @@
-// The number formats that gradients and weight shards travel in.
+// The number formats of sent gradients and weight shards.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_DTYPE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_DTYPE_H_
 

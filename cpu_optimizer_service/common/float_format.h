@@ -1,8 +1,8 @@
-// Scalar conversions between fp32 and the 16-bit formats. These are the specification: every vector
-// version equals them bit for bit, NaN payloads excepted.
+// Scalar conversions between fp32 and the 16-bit formats. They are the specification: every vector
+// version equals them bit for bit, except for NaN payloads.
 //
-// Rounding is to nearest, ties to even, by integer arithmetic on the bits, so that the hardware's
-// rounding and flushing modes cannot show. A NaN stays a (quiet) NaN of the same sign.
+// Rounding is to nearest, ties to even, by integer arithmetic on the bits. So the hardware's
+// rounding and flushing modes do not matter. A NaN stays a (quiet) NaN of the same sign.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_FLOAT_FORMAT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_FLOAT_FORMAT_H_
 

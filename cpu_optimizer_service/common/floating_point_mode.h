@@ -1,9 +1,8 @@
 // Fixes the calling thread's floating-point mode for the life of an object: round to nearest, no
-// traps, denormals kept or flushed. A mode that a caller or a library left behind can then not show
-// in a result.
+// traps, denormals kept or flushed. So modes left by a caller or library do not affect results.
 //
-// Arithmetic whose operands come from memory after the constructor and whose results go to memory
-// before the destructor runs in the chosen mode; the compiler may move other arithmetic out, so put
+// Arithmetic runs in the chosen mode if its operands come from memory after the constructor and its
+// results go to memory before the destructor. The compiler may move other arithmetic out. So put
 // the work into a function that is not inlined.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_FLOATING_POINT_MODE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_FLOATING_POINT_MODE_H_

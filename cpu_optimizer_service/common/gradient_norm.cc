@@ -60,26 +60,25 @@ double MultiplierOf(const Clipping& clipping, size_t group) {
 
 absl::Status Validate(const Clipping& clipping, int group_count) {
   if (!std::isfinite(clipping.max_norm) || clipping.max_norm < 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "max_norm is ", clipping.max_norm, ", must be finite and not negative (0: no clipping)"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_norm is ", clipping.max_norm,
+                     "; expected a finite value, 0 or more (0: no clipping)"));
   }
   if (clipping.multipliers.empty()) return absl::OkStatus();
   if (clipping.max_norm > 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("clipping by max_norm ", clipping.max_norm,
-                     " and by multipliers at once; give one of the two"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_norm ", clipping.max_norm, " and multipliers are both given; give only one"));
   }
   if (static_cast<int>(clipping.multipliers.size()) != group_count) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(clipping.multipliers.size(), " multipliers, for ", group_count, " groups"));
+    return absl::InvalidArgumentError(absl::StrCat("got ", clipping.multipliers.size(),
+                                                   " multipliers for ", group_count, " groups"));
   }
   for (size_t group = 0; group < clipping.multipliers.size(); ++group) {
     const double multiplier = clipping.multipliers[group];
     if (std::isfinite(multiplier) && multiplier > 0) continue;
-    return absl::InvalidArgumentError(absl::StrCat("the multiplier of group ", group, " is ",
-                                                   multiplier,
-                                                   ", must be finite and positive; abandon the "
-                                                   "step if it is not to be applied"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the multiplier of group ", group, " is ", multiplier,
+                     "; expected a finite, positive value; to skip the step, vote to abandon it"));
   }
   return absl::OkStatus();
 }

@@ -25,39 +25,39 @@
 
 namespace ballast {
 
-// Sum of squares of a block, the `elements` elements at `gradient`, as they came (scaled, summed
-// over ranks). Order: lane l of 16 adds the squares of elements l, l+16, l+32, ... in that order;
-// then lanes are added pairwise, l and l+8 for l < 8, then l and l+4, l and l+2, l and l+1. Zeros
-// after the last element of a short block would change no bit. Denormal elements count as they are:
+// Sum of squares of a block: the `elements` elements at `gradient` as received (scaled, summed over
+// ranks). Order: lane l of 16 adds the squares of elements l, l+16, l+32, ... in that order. Then
+// lanes are added pairwise: l and l+8 for l < 8, then l and l+4, l and l+2, l and l+1. Zeros after
+// the last element of a short block would not change a bit. Denormal elements count as they are:
 // their squares are normal doubles.
 double BlockSumOfSquaresReference(const void* gradient, DType dtype,
                                   int64_t elements = kBlockElements);
 
 inline constexpr int64_t kSpanBlocks = 64;
 inline constexpr int64_t kSpanElements = kSpanBlocks * kBlockElements;
-// Sum of squares of a parameter, from the sums of its blocks.
+// Sum of squares of a parameter from its blocks' sums.
 double ParameterSum(absl::Span<const double> block_sums);
 double SumInOrder(absl::Span<const double> values);  // Left to right.
 
-// What the workers said in begin_step of how their gradients are to be read.
+// How to read the workers' gradients, from begin_step.
 struct GradientScale {
-  double loss_scale = 1.0;  // Gradients are this many times too large, in all groups.
+  double loss_scale = 1.0;  // Gradients are multiplied by this, in all groups.
   // One per group: number of samples or tokens summed over. Empty: all 1.
   std::vector<double> divisors;
 };
 
-// How the gradient of a step, unscaled and divided, is clipped: by its global norm, or by what the
-// trainer has made of the groups' norms.
+// How a step's unscaled, divided gradient is clipped: by its global norm, or by the trainer's
+// multipliers from the groups' norms.
 struct Clipping {
-  double max_norm = 0;              // As torch.nn.utils.clip_grad_norm_; 0: not by the norm.
+  double max_norm = 0;  // As torch.nn.utils.clip_grad_norm_; 0: no clipping by the norm.
   std::vector<double> multipliers;  // One per group. Empty: all 1.
 
   bool operator==(const Clipping&) const = default;
 };
-// INVALID_ARGUMENT: max_norm or a multiplier that is not finite, a negative max_norm, a multiplier
-// that is not positive, not one for each group, or both at once.
+// INVALID_ARGUMENT: a non-finite or negative max_norm, a non-finite or non-positive multiplier, not
+// one multiplier for each group, or both at once.
 absl::Status Validate(const Clipping& clipping, int group_count);
-// Empty if both are the same: "max_norm 2 where others have 1", `b` first.
+// Empty if both are equal; else "max_norm 2 where others have 1", `b` first.
 std::string FirstDifference(const Clipping& a, const Clipping& b);
 
 struct Decision {
@@ -79,13 +79,13 @@ struct Decision {
 double GlobalNorm(absl::Span<const double> group_sums, const GradientScale& scale);
 std::vector<double> GroupNorms(absl::Span<const double> group_sums, const GradientScale& scale);
 
-// Skips, with no multipliers, when the norm is not finite, and when a multiplier is not a normal
-// fp32 value: it would turn gradients into zeros or infinities.
+// Skips, without multipliers, if the norm is not finite, or if a multiplier is not a normal fp32
+// value: that would turn gradients into zeros or infinities.
 Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
                 const Clipping& clipping);
 
-// The multiplier of a group in a decision with a norm that is not above max_norm, bit for bit: what
-// a provisional update uses. Not a normal fp32 value where such a decision would skip.
+// A group's multiplier, bit for bit, in a decision with a norm of at most max_norm: provisional
+// updates use it. Not a normal fp32 value if such a decision would skip.
 float MultiplierWithinNorm(const GradientScale& scale, const Clipping& clipping, int group);
 
 }  // namespace ballast

@@ -27,8 +27,8 @@ absl::Status ValidateNotNegative(absl::string_view name, double value) {
         absl::StrCat(name, " must be finite and not negative, got ", Digits(value)));
   }
   if (value > FLT_MAX) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, " must be within fp32, in which updates are computed, got ", Digits(value)));
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " must fit in fp32, which updates use, got ", Digits(value)));
   }
   return absl::OkStatus();
 }
@@ -40,23 +40,13 @@ absl::Status ValidateBeta(absl::string_view name, double value) {
       absl::StrCat(name, " must be at least 0 and less than 1, got ", Digits(value)));
 }
 
-template <typename To, typename T>
-void ApplyOne(To& value, const std::optional<T>& override_value) {
-  if (override_value.has_value()) value = *override_value;
-}
-
 // To values, or to overrides.
 template <typename To>
 To ApplyAll(To base, const HyperParameterOverrides& overrides) {
-  // amsgrad is not among them: it decides how many planes of state a job has.
-  ApplyOne(base.lr, overrides.lr);
-  ApplyOne(base.beta1, overrides.beta1);
-  ApplyOne(base.beta2, overrides.beta2);
-  ApplyOne(base.eps, overrides.eps);
-  ApplyOne(base.weight_decay, overrides.weight_decay);
-  ApplyOne(base.decoupled_weight_decay, overrides.decoupled_weight_decay);
-  ApplyOne(base.bias_correction, overrides.bias_correction);
-  ApplyOne(base.maximize, overrides.maximize);
+  const auto apply = [](const char*, auto& value, const auto& other) {
+    if (other.has_value()) value = *other;
+  };
+  ForEachHyperParameter(apply, base, overrides);
   return base;
 }
 

@@ -1,4 +1,4 @@
-// The full set of hyper-parameters of one param group, as torch.optim.Adam and AdamW name them.
+// All hyper-parameters of a param group, named as in torch.optim.Adam and AdamW.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_
 
@@ -20,14 +20,14 @@ struct HyperParameters {
   // added to the gradient, which is L2 regularisation.
   bool decoupled_weight_decay = true;
   bool bias_correction = true;
-  // Divide by the largest exp_avg_sq seen. Costs a fourth plane, so it is fixed at creation.
+  // Divide by the largest exp_avg_sq so far. It needs a fourth plane, so it is fixed at creation.
   bool amsgrad = false;
   bool maximize = false;
 
   bool operator==(const HyperParameters&) const = default;
 };
 
-// Changes to some hyper-parameters of a group; what is absent stays as it is.
+// Changes to some hyper-parameters of a group; absent ones do not change.
 struct HyperParameterOverrides {
   std::optional<double> lr;
   std::optional<double> beta1;
@@ -41,9 +41,26 @@ struct HyperParameterOverrides {
   bool operator==(const HyperParameterOverrides&) const = default;
 };
 
-// INVALID_ARGUMENT naming the first value that torch would refuse too (lr, eps and weight_decay
-// finite and not negative, betas in [0, 1)), or that does not fit fp32: one of these three, the
-// product lr * weight_decay if decoupled, the first step size lr / (1 - beta1) if bias-corrected.
+// The one list of all fields, for formats, conversions and changes. Calls each(name, field of
+// values...) for each field that all of `values` have. A value is HyperParameters,
+// HyperParameterOverrides (without amsgrad), or a type with the same field names.
+template <typename Each, typename... Values>
+void ForEachHyperParameter(Each&& each, Values&... values) {
+  each("lr", values.lr...);
+  each("beta1", values.beta1...);
+  each("beta2", values.beta2...);
+  each("eps", values.eps...);
+  each("weight_decay", values.weight_decay...);
+  each("decoupled_weight_decay", values.decoupled_weight_decay...);
+  each("bias_correction", values.bias_correction...);
+  if constexpr ((requires { values.amsgrad; } && ...)) each("amsgrad", values.amsgrad...);
+  each("maximize", values.maximize...);
+}
+
+// INVALID_ARGUMENT, with the first value's name, if torch would refuse it too: lr, eps and
+// weight_decay must be finite and not negative, betas in [0, 1). Also if one of these three does
+// not fit fp32, or the product lr * weight_decay if decoupled, or the first step size lr / (1 -
+// beta1) if bias-corrected.
 absl::Status Validate(const HyperParameters& values);
 
 HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides);

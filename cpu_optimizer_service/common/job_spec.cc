@@ -54,9 +54,9 @@ absl::Status CheckJobName(absl::string_view name) {
 absl::Status Validate(const JobSpec& spec) {
   BALLAST_RETURN_IF_ERROR(CheckJobName(spec.name));
   if (spec.layout.group_count != static_cast<int>(spec.groups.size())) {
-    return absl::InvalidArgumentError(absl::StrCat("the layout counts ", spec.layout.group_count,
-                                                   " groups but ", spec.groups.size(),
-                                                   " are described"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the layout's group_count is ", spec.layout.group_count, ", but ",
+                     spec.groups.size(), " groups are described; set it to their number"));
   }
   std::set<absl::string_view> names;
   for (const GroupSpec& group : spec.groups) {
@@ -67,7 +67,7 @@ absl::Status Validate(const JobSpec& spec) {
     if (group.name.size() > kMaxGroupNameBytes) {
       return absl::InvalidArgumentError(
           absl::StrCat("group name '", group.name.substr(0, 64), "...' has ", group.name.size(),
-                       " bytes, of ", kMaxGroupNameBytes, " at most; give it a shorter one"));
+                       " bytes; expected at most ", kMaxGroupNameBytes));
     }
     if (!names.insert(group.name).second) {
       return absl::InvalidArgumentError(
@@ -83,9 +83,10 @@ absl::Status Validate(const FirstState& state, const JobSpec& spec) {
   const std::vector<ParameterSpec>& parameters = spec.layout.parameters;
   const size_t expected = state.step == 0 ? 0 : parameters.size();
   if (state.step > kMaxFirstStep || state.update_counts.size() != expected) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the first state of job ", spec.name, " is of step ", state.step, " (of ", kMaxFirstStep,
-        " at most) with ", state.update_counts.size(), " update counts, expected ", expected));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the first state of job ", spec.name, " is of step ", state.step, " (at most ",
+                     kMaxFirstStep, ") with ", state.update_counts.size(),
+                     " update counts; expected ", expected, " counts"));
   }
   for (size_t p = 0; p < expected; ++p) {
     const int64_t count = state.update_counts[p];
@@ -94,7 +95,7 @@ absl::Status Validate(const FirstState& state, const JobSpec& spec) {
     if (count >= 0 && count <= most) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         "the first state of job ", spec.name, " has ", count, " updates of ", parameters[p].name,
-        parameters[p].trainable ? "" : ", which is frozen", "; it may have 0 to ", most));
+        parameters[p].trainable ? "" : ", which is frozen", "; expected 0 to ", most));
   }
   return absl::OkStatus();
 }
@@ -103,20 +104,21 @@ absl::Status Validate(const StateWrite& write, const JobSpec& spec) {
   const std::vector<ParameterSpec>& parameters = spec.layout.parameters;
   const auto wrong = [&](const auto&... why) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a write of state of job ", spec.name, " ", why...));
+        absl::StrCat("a state write of job ", spec.name, " ", why...));
   };
   if (write.parameters.empty() || (write.planes.empty() && write.update_counts.empty())) {
-    return wrong("names no parameter, or nothing of one");
+    return wrong("names no parameter, or neither planes nor update counts");
   }
   if (!IsAscending(write.parameters) || !IsAscending(write.planes)) {
     return wrong("names parameters or planes that are not in ascending order");
   }
   if (write.parameters.front() < 0 ||
       write.parameters.back() >= static_cast<int>(parameters.size())) {
-    return wrong("names parameter ", write.parameters.back(), " of ", parameters.size());
+    return wrong("names parameter ", write.parameters.back(), ", but the job has ",
+                 parameters.size());
   }
   if (!write.update_counts.empty() && write.update_counts.size() != write.parameters.size()) {
-    return wrong("has ", write.update_counts.size(), " update counts of ", write.parameters.size(),
+    return wrong("has ", write.update_counts.size(), " update counts for ", write.parameters.size(),
                  " parameters");
   }
   for (size_t i = 0; i < write.parameters.size(); ++i) {
@@ -124,13 +126,14 @@ absl::Status Validate(const StateWrite& write, const JobSpec& spec) {
     if (!parameter.trainable) return wrong("names ", parameter.name, ", which is frozen");
     const bool amsgrad = spec.groups[parameter.group].hyper_parameters.amsgrad;
     if (!write.planes.empty() && write.planes.back() == Plane::kMaxExpAvgSq && !amsgrad) {
-      return wrong("has max_exp_avg_sq of ", parameter.name, ", whose group has no amsgrad");
+      return wrong("names max_exp_avg_sq of ", parameter.name,
+                   ", whose group does not use amsgrad");
     }
     if (write.update_counts.empty()) continue;
     const int64_t count = write.update_counts[i];
     if (count < 0 || static_cast<uint64_t>(count) > write.step) {
-      return wrong("gives ", parameter.name, " ", count, " updates; at step ", write.step,
-                   " it may have 0 to ", write.step);
+      return wrong("gives ", parameter.name, " ", count, " updates; expected 0 to ", write.step,
+                   " at step ", write.step);
     }
   }
   return absl::OkStatus();

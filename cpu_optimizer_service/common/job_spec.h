@@ -1,4 +1,4 @@
-// The description of a job, the same at both ends of the wire.
+// The description of a job, for client and service.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
 
@@ -16,17 +16,17 @@
 
 namespace ballast {
 
-// The most micro-steps that any step may have, whatever the job allows.
+// The maximal number of micro-steps of a step, whatever the job allows.
 inline constexpr uint32_t kMaxMicroSteps = 1 << 16;
-// The most attempts of a rank at one step, the last of which cannot be discarded.
+// The maximal number of a rank's attempts at a step. The last one cannot be discarded.
 inline constexpr uint32_t kMaxAttempts = 1 << 12;
 inline constexpr size_t kMaxJobNameBytes = 128;
 inline constexpr size_t kMaxGroupNameBytes = 256;
 
-// What happens to a parameter that no rank gave a gradient in any micro-step of a step.
+// What happens to a parameter without a gradient from any rank in any micro-step of a step.
 enum class UnusedPolicy : uint8_t {
   kError,  // The seal is refused and names it.
-  kSkip,   // Its state and update count stay as they are, as in torch.
+  kSkip,   // Its state and update count do not change, as in torch.
   kZero,   // It is updated with a gradient of zero, as in ZeRO.
 };
 
@@ -37,18 +37,19 @@ enum class UpdateMode : uint8_t {
                // clipped or unused; the decision publishes it, or it is computed again.
 };
 
-// What becomes of a step that all ranks have begun and that cannot be kept: a rank was replaced, or
-// an operator aborts it. A step that some rank has not begun is always done again.
+// What happens to a lost step that all ranks have begun: a rank was replaced, or an operator aborts
+// it. A step that some rank has not begun is always repeated.
 enum class OnAbort : uint8_t {
-  kRedo,  // Every rank reads the committed weights and does the step again.
-  kSkip,  // It is decided as a skip, with its reason, on all ranks: for trainers that cannot.
+  kRedo,  // Every rank reads the committed weights and repeats the step.
+  kSkip,  // It is decided as a skip, with its reason, on all ranks: for trainers that cannot
+          // repeat.
 };
 
 struct GroupSpec {
   std::string name;  // Unique in the job, not empty.
   HyperParameters hyper_parameters;
-  DType wire_dtype = DType::kBFloat16;    // Of gradients on their way to the service.
-  DType return_dtype = DType::kBFloat16;  // Of weights on their way back.
+  DType wire_dtype = DType::kBFloat16;    // Of gradients to the service.
+  DType return_dtype = DType::kBFloat16;  // Of weights back.
 
   bool operator==(const GroupSpec&) const = default;
 };
@@ -58,14 +59,14 @@ struct JobSpec {
   std::vector<GroupSpec> groups;
   LayoutSpec layout;  // group_count equals groups.size().
   UnusedPolicy unused_policy = UnusedPolicy::kError;
-  // The most micro-steps that a step may have; 0: kMaxMicroSteps. With 1 no accumulators are
+  // The maximal number of micro-steps of a step; 0: kMaxMicroSteps. With 1 no accumulators are
   // allocated.
   uint32_t max_micro_steps = 0;
-  // kSpeculate asks for memory for second versions; where there is none, the job waits.
+  // kSpeculate requests memory for second versions; if it does not fit, the job waits.
   UpdateMode update_mode = UpdateMode::kWait;
   OnAbort on_abort = OnAbort::kRedo;
-  // The state before the last committed step is kept, so that the step can be undone; costs memory
-  // for one more version of all state.
+  // The state before the last committed step is kept, so that the step can be undone. This costs
+  // memory for one more version of all state.
   bool keep_previous = false;
 
   bool operator==(const JobSpec&) const = default;
@@ -75,33 +76,33 @@ struct JobSpec {
   }
 };
 
-// Where a new job begins, next to its first weights: the step that it is at, and how often each
-// parameter has been updated. Step 0: nothing was, update_counts is empty and moments are zeros. A
-// later one: the first weights come with their moments.
+// The start of a new job beside its first weights: its step, and each parameter's number of
+// updates. Step 0: update_counts is empty, and moments are zeros. A later step: the first weights
+// come with their moments.
 struct FirstState {
   uint64_t step = 0;
   std::vector<int64_t> update_counts;  // By parameter, at most `step`; 0 for a frozen one.
 };
-// That the words in which a job's chunks are kept can say.
+// The largest that a job's words per chunk can hold.
 inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;
 
 inline constexpr size_t kJobUidCharacters = 32;  // 128 random bits in hex.
-inline constexpr size_t kMostAncestors = 64;     // That a derived job names.
+inline constexpr size_t kMostAncestors = 64;     // That a derived job lists.
 
-// What a new job goes on from, if any: parameters of the same name and shape keep their weights,
-// moments and update counts, others come with first weights, and the step goes on.
+// The origin of a new job, if any. Parameters of the same name and shape keep weights, moments and
+// update counts; others come with first weights. The step continues.
 struct Derivation {
-  // The job of the same name, whose place the new one takes once it has all its weights. Empty: there
-  // is none.
+  // The job of the same name, which the new one replaces once it has all its weights. Empty: no
+  // origin.
   std::string uid;
-  // Where the state comes from instead of that job: a checkpoint, or a folder of them. Empty: from it.
+  // A checkpoint, or a folder of them, with the state instead of that job. Empty: that job has it.
   std::string checkpoint;
 
   bool is_from_nothing() const { return uid.empty() && checkpoint.empty(); }
   bool operator==(const Derivation&) const = default;
 };
 
-// What the state of a parameter consists of, fp32.
+// The fp32 planes of a parameter's state.
 enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq };
 inline constexpr int kMaxPlanes = 4;
 // "master", "exp_avg", ...
@@ -109,37 +110,37 @@ inline constexpr std::array<absl::string_view, kMaxPlanes> kPlaneNames = {
     "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
 inline absl::string_view Name(Plane plane) { return kPlaneNames[static_cast<int>(plane)]; }
 
-// Planes of parameters that are written between two steps, in place of what a step has left there.
-// The step's number and the generation stay.
+// Planes of parameters to write between two steps. The step's number and the generation do not
+// change.
 struct StateWrite {
-  uint64_t step = 0;  // The committed step that it follows.
-  // Counts the ranks' writes of a job, from 1. A rank whose answer was lost brings it again.
+  uint64_t step = 0;  // The committed step before it.
+  // Counts the ranks' writes of a job, from 1. A rank whose answer was lost repeats it.
   uint64_t number = 0;
-  std::vector<Plane> planes;    // Ascending. None: the update counts alone.
+  std::vector<Plane> planes;    // Ascending. Empty: only the update counts.
   std::vector<int> parameters;  // Ascending, at least one.
-  // Of each of those, 0 to `step`. Empty: they stay.
+  // One for each of those, 0 to `step`. Empty: no change.
   std::vector<int64_t> update_counts;
 
   bool operator==(const StateWrite&) const = default;
 };
 
-// 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.
+// 1 to 128 letters, digits, '.', '_' or '-', not beginning with '.': so it can also name a folder.
 bool IsJobName(absl::string_view name);
 // INVALID_ARGUMENT unless IsJobName.
 absl::Status CheckJobName(absl::string_view name);
 
-// INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters.
+// INVALID_ARGUMENT for names and hyper-parameters, which Layout::Create does not check.
 absl::Status Validate(const JobSpec& spec);
 absl::Status Validate(const FirstState& state, const JobSpec& spec);
 absl::Status Validate(const StateWrite& write, const JobSpec& spec);
 // "exp_avg and exp_avg_sq of h.0.w and 3 more".
 std::string WhatIsWritten(const StateWrite& write, const JobSpec& spec);
-// The chunks that hold elements of what is written, ascending.
+// The chunks that hold elements of the write, ascending.
 std::vector<int> ChunksOf(const StateWrite& write, const Layout& layout);
 
-// Empty if the two describe the same training, else one line naming the first difference, `a`
-// first. Hyper-parameters may differ: they change during a run. So may the update mode: it changes
-// no bit.
+// Empty if the two describe the same training; else one line with the first difference, `a` first.
+// Hyper-parameters may differ, because they change during a run. The update mode may differ,
+// because it does not affect the bits.
 std::string FirstDifference(const JobSpec& a, const JobSpec& b);
 
 }  // namespace ballast

@@ -73,11 +73,11 @@ absl::StatusOr<int64_t> CountElements(const ParameterSpec& parameter) {
 absl::Status CheckBounds(const LayoutSpec& spec) {
   if (spec.world_size < 1 || spec.world_size > kMaxWorldSize) {
     return absl::InvalidArgumentError(
-        absl::StrCat("world_size is ", spec.world_size, ", must be between 1 and ", kMaxWorldSize));
+        absl::StrCat("world_size is ", spec.world_size, "; expected 1 to ", kMaxWorldSize));
   }
   if (spec.group_count < 1 || spec.group_count > kMaxGroups) {
-    return absl::InvalidArgumentError(absl::StrCat("the job has ", spec.group_count,
-                                                   " groups, must be between 1 and ", kMaxGroups));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the job has ", spec.group_count, " groups; expected 1 to ", kMaxGroups));
   }
   if (static_cast<int64_t>(spec.parameters.size()) > kMaxParameters) {
     return absl::InvalidArgumentError(absl::StrCat("the job has ", spec.parameters.size(),
@@ -87,8 +87,8 @@ absl::Status CheckBounds(const LayoutSpec& spec) {
   if (spec.chunk_elements < kBlockElements || spec.chunk_elements > kMaxChunkElements ||
       spec.chunk_elements % kBlockElements != 0) {
     return absl::InvalidArgumentError(absl::StrCat("chunk_elements is ", spec.chunk_elements,
-                                                   ", must be a multiple of ", kBlockElements,
-                                                   " and at most ", kMaxChunkElements));
+                                                   "; expected a multiple of ", kBlockElements,
+                                                   ", at most ", kMaxChunkElements));
   }
   return absl::OkStatus();
 }
@@ -98,12 +98,12 @@ absl::Status CheckSizes(const ParameterSpec& parameter, int index) {
     // A peer may send a name as long as a message; the error quotes only its beginning.
     return absl::InvalidArgumentError(absl::StrCat(
         "the name of parameter ", index, ", '", parameter.name.substr(0, 64), "...', has ",
-        parameter.name.size(), " bytes, of ", kMaxParameterNameBytes, " at most"));
+        parameter.name.size(), " bytes; expected at most ", kMaxParameterNameBytes));
   }
   if (parameter.shape.size() > kMaxDimensions) {
-    return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name, " has ",
-                                                   parameter.shape.size(), " dimensions, of ",
-                                                   kMaxDimensions, " at most"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter ", parameter.name, " has ", parameter.shape.size(),
+                     " dimensions; expected at most ", kMaxDimensions));
   }
   return absl::OkStatus();
 }
@@ -114,14 +114,14 @@ absl::Status CheckRange(const PartitionRange& range, int world_size,
                                          ") of group ", range.group, " for rank ", range.rank);
   if (range.rank < 0 || range.rank >= world_size) {
     return absl::InvalidArgumentError(
-        absl::StrCat(where, ": the rank is not in a world of ", world_size));
+        absl::StrCat(where, ": expected a rank below world_size ", world_size));
   }
   if (range.group < 0 || range.group >= static_cast<int>(flat_elements.size())) {
     return absl::InvalidArgumentError(
-        absl::StrCat(where, ": there are only ", flat_elements.size(), " groups"));
+        absl::StrCat(where, ": the job has ", flat_elements.size(), " groups"));
   }
   if (range.begin < 0 || range.end <= range.begin || range.end > flat_elements[range.group]) {
-    return absl::InvalidArgumentError(absl::StrCat(where, ": is empty or not within the group's ",
+    return absl::InvalidArgumentError(absl::StrCat(where, ": it is empty or exceeds the group's ",
                                                    flat_elements[range.group], " elements"));
   }
   if (range.begin % kBlockElements != 0 || range.end % kBlockElements != 0) {
@@ -173,7 +173,7 @@ absl::StatusOr<Layout> Layout::CreateForRank(LayoutSpec spec, int rank) {
   }
   if (rank < 0 || rank >= spec.world_size) {
     return absl::InvalidArgumentError(
-        absl::StrCat("rank ", rank, " is not in a world of ", spec.world_size));
+        absl::StrCat("rank ", rank, " is not below world_size ", spec.world_size));
   }
   return CreateForRanks(std::move(spec), rank, rank + 1);
 }
@@ -262,14 +262,13 @@ absl::Status Layout::CutFlatSpaces() {
 
 absl::Status Layout::CutShards() {
   if (spec_.mesh.size() > kMaxDimensions) {
-    return absl::InvalidArgumentError(absl::StrCat("the mesh has ", spec_.mesh.size(),
-                                                   " dimensions, of ", kMaxDimensions, " at most"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the mesh has ", spec_.mesh.size(), " dimensions; expected at most ", kMaxDimensions));
   }
   BALLAST_RETURN_IF_ERROR(CheckMesh(spec_.mesh, world_size()));
   if (!spec_.partitions.empty()) {
     return absl::InvalidArgumentError(
-        "the job describes both a mesh and partitions; parameters are sharded one way or the "
-        "other");
+        "the job describes both a mesh and partitions; leave out one of them");
   }
   for (const ParameterSpec& parameter : spec_.parameters) {
     // A frozen parameter lies in no space, so it needs no placements; those that it has must fit.

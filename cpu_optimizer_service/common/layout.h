@@ -37,10 +37,10 @@ namespace ballast {
 
 inline constexpr int64_t kBlockElements = 256;
 inline constexpr int64_t kMaxChunkElements = int64_t{1} << 18;
-// Shards begin at multiples of it: 64 bytes in the smallest format.
+// Shards begin at multiples of this: 64 bytes in the smallest format.
 inline constexpr int64_t kShardAlignmentElements = 32;
 
-// Bounds on what a description may ask for; beyond them Create says INVALID_ARGUMENT.
+// Bounds on a description; beyond them Create returns INVALID_ARGUMENT.
 inline constexpr int kMaxWorldSize = 65536;
 inline constexpr int64_t kMaxFlatElements = int64_t{1} << 42;
 inline constexpr int64_t kMaxChunks = int64_t{1} << 20;
@@ -53,11 +53,11 @@ inline constexpr int64_t kMaxShards = int64_t{1} << 22;
 
 struct ParameterSpec {
   std::string name;            // Unique in the job, not empty.
-  std::vector<int64_t> shape;  // Empty: a scalar. A zero anywhere: a parameter of no elements.
+  std::vector<int64_t> shape;  // Empty: a scalar. If a size is zero, the parameter has no elements.
   int group = 0;
-  bool trainable = true;  // false: frozen, never in a space.
-  // With a mesh, one for each of its dimensions, in order; for a frozen parameter, or none. Without
-  // a mesh none.
+  bool trainable = true;  // false: frozen, outside all spaces.
+  // With a mesh, one for each of its dimensions, in order; optional for a frozen parameter. Empty
+  // without a mesh.
   std::vector<Placement> placements = {};
 
   bool operator==(const ParameterSpec&) const = default;
@@ -77,10 +77,10 @@ struct LayoutSpec {
   int world_size = 1;
   int group_count = 1;
   std::vector<ParameterSpec> parameters;
-  // Empty: parameters lie in flat spaces. Else the ranks in row-major order, world_size of them.
+  // Empty: parameters lie in flat spaces. Otherwise world_size ranks in row-major order.
   std::vector<MeshDim> mesh = {};
-  // Without a mesh they tile every flat space exactly; any order; empty ranges are
-  // INVALID_ARGUMENT, ranks without a range are fine. With a mesh there are none.
+  // Without a mesh they tile every flat space exactly, in any order. Empty ranges are
+  // INVALID_ARGUMENT; ranks without a range are fine. With a mesh it is empty.
   std::vector<PartitionRange> partitions;
   // A multiple of kBlockElements, at most kMaxChunkElements.
   int64_t chunk_elements = kMaxChunkElements;
@@ -88,7 +88,7 @@ struct LayoutSpec {
   bool operator==(const LayoutSpec&) const = default;
 };
 
-// A parameter's place. Frozen parameters, and those of a mesh, have offset -1.
+// A parameter's place. Frozen parameters, and all with a mesh, have offset -1.
 struct ParameterPlace {
   int64_t elements = 0;
   int64_t offset = -1;  // Of the parameter's first element in its group's flat space.
@@ -96,14 +96,14 @@ struct ParameterPlace {
 
 struct Chunk {
   int group = 0;
-  // Of the chunk's first element: in its group's flat space, or, with a mesh, in what its owner has
-  // of the group.
+  // The chunk's first element: in its group's flat space, or, with a mesh, in its owner's part of
+  // the group.
   int64_t begin = 0;
   int64_t elements = 0;  // Padding included; whole blocks, or multiples of kShardAlignmentElements.
   int rank = 0;          // Its owner.
 };
 
-// Consecutive elements of a parameter that lie one after the other in a chunk.
+// Consecutive elements of a parameter that are adjacent in a chunk.
 struct ChunkPiece {
   int chunk = 0;
   int parameter = 0;             // -1: padding, which has no parameter_offset.
@@ -112,8 +112,8 @@ struct ChunkPiece {
   int64_t elements = 0;
 };
 
-// All that a chunk has of a parameter: one piece or, of a shard that is no row of neighbours,
-// several.
+// A chunk's part of a parameter: one piece, or several if a shard is not contiguous in the
+// parameter.
 struct ChunkPart {
   int parameter = 0;
   int64_t part_offset = 0;  // First element, in the parameter, or in the owner's shard of it.
@@ -123,13 +123,13 @@ struct ChunkPart {
 
 class Layout {
  public:
-  // INVALID_ARGUMENT naming what is wrong: duplicate or empty names, negative sizes, overflow,
-  // group or rank out of range, a gap or an overlap (with the group and the elements), a mesh or
-  // placements that do not fit, bounds above exceeded.
+  // INVALID_ARGUMENT, with the cause: duplicate or empty names, negative sizes, overflow, group or
+  // rank out of range, a gap or an overlap (with the group and the elements), a mesh or placements
+  // that do not fit, a bound above exceeded.
   static absl::StatusOr<Layout> Create(LayoutSpec spec);
-  // What one rank needs of a layout with a mesh, however many ranks there are: its own chunks and
-  // no others, numbered from 0, and VisitRange and ChunksOfParameter of what it owns.
-  // INVALID_ARGUMENT as above; and without a mesh.
+  // One rank's part of a layout with a mesh, for any number of ranks: only its own chunks, numbered
+  // from 0, and VisitRange and ChunksOfParameter for its own elements. INVALID_ARGUMENT as above,
+  // and without a mesh.
   static absl::StatusOr<Layout> CreateForRank(LayoutSpec spec, int rank);
 
   const LayoutSpec& spec() const { return spec_; }
@@ -137,8 +137,8 @@ class Layout {
   int group_count() const { return spec_.group_count; }
   bool has_mesh() const { return !spec_.mesh.empty(); }
 
-  // What a group's chunks have, in elements, padding included: without a mesh the size of its flat
-  // space. Zero for an empty group.
+  // Elements of a group's chunks, padding included; without a mesh the size of its flat space. Zero
+  // for an empty group.
   int64_t flat_elements(int group) const { return flat_elements_[group]; }
   int64_t flat_blocks(int group) const { return flat_elements_[group] / kBlockElements; }
   int64_t total_flat_elements() const;
@@ -149,50 +149,50 @@ class Layout {
 
   // All chunks, in order of (group, begin), or, with a mesh, of (rank, group, begin).
   absl::Span<const Chunk> chunks() const { return chunks_; }
-  // What is subtracted from a chunk's index here to get its number on the wire: with a mesh chunks
-  // are numbered within their rank, so that no rank needs to know of the others'.
+  // Subtract this from a chunk's index here to get its number in messages. With a mesh chunks are
+  // numbered within their rank, so that no rank needs to know the others' chunks.
   int first_on_wire(int rank) const {
     return has_mesh() && !chunks_of_rank_[rank].empty() ? chunks_of_rank_[rank].front() : 0;
   }
   absl::Span<const int> chunks_of_rank(int rank) const { return chunks_of_rank_[rank]; }
   int64_t partition_elements(int rank) const;
 
-  // The pieces in a chunk in order of chunk_offset; padding belongs to none. Cost: logarithmic in
-  // the parameters of the group plus the pieces returned.
+  // The pieces of a chunk in order of chunk_offset, without padding. Cost: logarithmic in the
+  // group's parameters, plus the returned pieces.
   std::vector<ChunkPiece> Pieces(int chunk) const;
-  // The same, given to visit(piece) one by one.
+  // The same, passed to visit(piece) one by one.
   template <class Visit>
   void VisitPieces(int chunk, Visit&& visit) const;
   // The piece of one element at `chunk_offset` of a chunk; padding has parameter -1.
   ChunkPiece PieceAt(int chunk, int64_t chunk_offset) const;
-  // The parameters in a chunk, in the same order, given to visit(part) for as long as it returns
-  // true. No memory is allocated.
+  // The parameters in a chunk, in the same order, passed to visit(part) as long as it returns true.
+  // Allocates nothing.
   template <class Visit>
   void VisitParts(int chunk, Visit&& visit) const;
-  // Elements [begin, end) of a trainable parameter, given to visit(piece) in their order.
+  // Elements [begin, end) of a trainable parameter, passed to visit(piece) in order.
   template <class Visit>
   void VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit) const;
-  // All padding that chunks hold, by chunk; and that of one.
+  // All padding in chunks, by chunk; and that of one.
   absl::Span<const ChunkPiece> padding() const { return padding_; }
   absl::Span<const ChunkPiece> padding_of(int chunk) const;
-  // The trainable parameters of a group that have elements, in the order of declaration.
+  // A group's trainable parameters with elements, in the order of declaration.
   absl::Span<const int> parameters_of_group(int group) const { return group_parameters_[group]; }
-  // The chunks that hold the elements of a trainable parameter, ascending.
+  // The chunks with the elements of a trainable parameter, ascending.
   std::vector<int> ChunksOfParameter(int parameter) const;
 
-  // Without a mesh. The chunk that holds `element` of `group`'s flat space.
+  // Without a mesh: the chunk with `element` of `group`'s flat space.
   int ChunkAt(int group, int64_t element) const;
   // The parameter at `element` of `group`'s flat space, or -1 in the padding.
   int ParameterAt(int group, int64_t element) const;
 
-  // Empty if the two agree, else one line that names the first difference, `this` first.
+  // Empty if the two agree; else one line with the first difference, `this` first.
   std::string FirstDifference(const Layout& other) const;
 
  private:
-  // What a space has of a parameter.
+  // A space's part of a parameter.
   struct Part {
     int parameter = 0;
-    int64_t begin = 0;  // Of its first element, in the space.
+    int64_t begin = 0;  // Its first element, in the space.
     int64_t elements = 0;
   };
   struct Space {
@@ -218,14 +218,14 @@ class Layout {
   }
   // Index of the first part that may have elements from `begin` on.
   static size_t FirstPartAt(const Space& space, int64_t begin);
-  // Where what the space has of a parameter begins.
+  // The begin of the space's part of a parameter.
   static int64_t BeginOfParameter(const Space& space, int parameter);
 
   LayoutSpec spec_;
   std::vector<ParameterPlace> places_;
   std::vector<int64_t> flat_elements_;
   std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty.
-  int first_rank_ = 0;                              // Those laid out: [first_rank_, last_rank_).
+  int first_rank_ = 0;  // Ranks in this layout: [first_rank_, last_rank_).
   int last_rank_ = 0;
   std::vector<Space> spaces_;  // By group; with a mesh by rank, then group.
   std::vector<Chunk> chunks_;
@@ -310,12 +310,12 @@ void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit
   }
 }
 
-// INVALID_ARGUMENT, as Create says it, unless FlatElements and then MakeBuckets may be called for
-// `spec`: its bounds, and each parameter's name, group and size. Partitions and mesh are not looked
-// at, and nothing is allocated.
+// INVALID_ARGUMENT, as in Create, unless FlatElements and then MakeBuckets may be called for
+// `spec`. Checks its bounds, and each parameter's name, group and size. Ignores partitions and
+// mesh, and allocates nothing.
 absl::Status CheckParameters(const LayoutSpec& spec);
 
-// Sizes of the flat spaces that `parameters` make, padded to whole blocks.
+// Sizes of the parameters' flat spaces, padded to whole blocks.
 std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count);
 
 }  // namespace ballast

@@ -1,10 +1,10 @@
-// Where the blocks and spans lie that the norm is summed by (gradient_norm.h).
+// The places of the blocks and spans that sum up the norm (gradient_norm.h).
 //
 //   parameter  |  block 0  |  block 1  |  block 2  |  3  |    256 elements each, the last is short
 //   chunks     |----- 4 -------|------------ 9 ----------|     block 1 is cut
 //
-// A block or span that lies whole in a chunk is summed with the chunk. What the edges of chunks cut
-// can be put together once all of the parameter's gradient is there; from sums of parts it cannot.
+// A block or span inside one chunk is summed with the chunk. A block cut by the edge of a chunk can
+// be summed only once all of the parameter's gradient is there: sums of its parts are not enough.
 //
 // Pure arithmetic; constant, and so thread-safe.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_NORM_BLOCKS_H_
@@ -28,11 +28,10 @@ class NormBlocks {
     int64_t begin = 0;
     int64_t end = 0;
   };
-  // Consecutive blocks that lie whole in a piece, one after the other, from `chunk_offset` on. Only
-  // the last may be short.
+  // Consecutive blocks inside one piece, from `chunk_offset` on. Only the last may be short.
   struct WholeBlocks {
     Range blocks;
-    Range spans;  // Those that lie whole in them.
+    Range spans;  // Those inside them.
     int64_t chunk_offset = 0;
     int64_t elements = 0;
   };
@@ -43,17 +42,17 @@ class NormBlocks {
     int64_t end = 0;
   };
 
-  // How many units of `unit_elements` the parameters of a job consist of: kBlockElements for its
-  // blocks, kSpanElements for its spans.
+  // The number of units of `unit_elements` in a job's parameters: kBlockElements for its blocks,
+  // kSpanElements for its spans.
   static int64_t CountOf(const Layout& layout, int64_t unit_elements);
-  // Of the tables, at most.
+  // The maximal size of the tables.
   static int64_t Bytes(const Layout& layout);
 
   // `layout` outlives it.
   explicit NormBlocks(const Layout& layout);
 
   // All blocks of trainable parameters are numbered through, parameter after parameter in the order
-  // of declaration; so are all spans.
+  // of declaration. So are all spans.
   int64_t blocks() const { return first_block_.back(); }
   int64_t spans() const { return first_span_.back(); }
   Range BlocksOfParameter(int parameter) const {
@@ -62,9 +61,9 @@ class NormBlocks {
   Range SpansOfParameter(int parameter) const {
     return {first_span_[parameter], first_span_[parameter + 1]};
   }
-  // The blocks of the piece that lie whole in it.
+  // The blocks inside the piece.
   WholeBlocks WholeIn(const ChunkPiece& piece) const;
-  // Those that lie whole in no chunk, ascending.
+  // Those inside no chunk, ascending.
   absl::Span<const int64_t> cut_blocks() const { return cut_blocks_; }
   absl::Span<const int64_t> cut_spans() const { return cut_spans_; }
 
@@ -75,7 +74,7 @@ class NormBlocks {
 
  private:
   const Layout& layout_;
-  std::vector<int64_t> first_block_;  // By parameter, and the end of the last.
+  std::vector<int64_t> first_block_;  // By parameter, and the end of the last one.
   std::vector<int64_t> first_span_;
   std::vector<int64_t> cut_blocks_;
   std::vector<int64_t> cut_spans_;

@@ -1,9 +1,9 @@
-// Where a rank's gradients and weights lie in the memory that its process shares with a service on
-// the same host. Both ends compute it from the job's description, so no offset crosses the wire.
+// The places of a rank's gradients and weights in the memory that its process shares with a service
+// on the same host. Both ends compute them from the job's description, so messages have no offsets.
 //
 //   | gradient of chunk c0 | of c1 | ... |pad to a page| weights of c0 | of c1 | ... |pad to a page|
 //
-// in the order of the rank's chunks: gradients in their group's wire dtype, weights in its return
+// In the order of the rank's chunks: gradients in their group's wire dtype, weights in its return
 // dtype, each aligned to 64 bytes.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RANK_MEMORY_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RANK_MEMORY_LAYOUT_H_
@@ -19,7 +19,7 @@ namespace ballast {
 class RankMemoryLayout {
  public:
   struct Place {
-    int64_t offset_bytes = -1;  // -1: the chunk is not the rank's.
+    int64_t offset_bytes = -1;  // -1: another rank's chunk.
     int64_t bytes = 0;
   };
 

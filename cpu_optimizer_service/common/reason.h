@@ -1,5 +1,5 @@
-// Why a call was refused, as a word that a program acts on; the message is for people. The words
-// are those of ErrorReason in proto/ballast/v1/ballast.proto, where each is explained.
+// Why a call was refused, as a name that a program acts on; the message is for people. The names
+// are those of ErrorReason in proto/ballast/v1/jobs.proto, which explains them.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_REASON_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_REASON_H_
 
@@ -33,12 +33,15 @@ inline constexpr absl::string_view kStopping = "STOPPING";
 inline constexpr absl::string_view kJobBroken = "JOB_BROKEN";
 inline constexpr absl::string_view kJobBeingCreated = "JOB_BEING_CREATED";
 inline constexpr absl::string_view kRestarting = "RESTARTING";
+inline constexpr absl::string_view kNoCheckpointDir = "NO_CHECKPOINT_DIR";
+inline constexpr absl::string_view kDeviceMemoryFull = "DEVICE_MEMORY_FULL";
 
 inline constexpr absl::string_view kAll[] = {
     kRankReplaced,     kRankNotHeld,      kStreamReplaced,   kOlderGeneration, kNoSuchJob,
     kOtherJob,         kOtherStep,        kOtherDescription, kOtherSettings,   kNoWeightsYet,
     kHasWeights,       kSendAndSealAgain, kAbortAndRedo,     kDiscardAndRedo,  kVoteAgain,
-    kMalformedMessage, kStopping,         kJobBroken,        kJobBeingCreated, kRestarting};
+    kMalformedMessage, kStopping,         kJobBroken,        kJobBeingCreated, kRestarting,
+    kNoCheckpointDir,  kDeviceMemoryFull};
 }  // namespace reason
 
 inline constexpr absl::string_view kReasonPayload = "ballast/reason";
@@ -49,7 +52,7 @@ inline absl::Status WithReason(absl::Status status, absl::string_view reason) {
   return status;
 }
 
-// Empty: it has none.
+// Empty: the status has no reason.
 inline std::string ReasonOf(const absl::Status& status) {
   return std::string(status.GetPayload(kReasonPayload).value_or(absl::Cord()));
 }

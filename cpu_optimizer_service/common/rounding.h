@@ -1,5 +1,5 @@
-// Whole units that hold a number of elements or bytes. For numbers of at least 0 and units of at least 1, where
-// their sum is no overflow.
+// Whole units for a number of elements or bytes. For numbers of at least 0 and units of at least 1
+// whose sum does not overflow.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ROUNDING_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ROUNDING_H_
 

@@ -36,14 +36,20 @@ absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size) {
   int64_t ranks = 1;
   std::set<absl::string_view> names;
   for (const MeshDim& dim : mesh) {
+    if (dim.name.size() > kMaxMeshNameBytes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("mesh dimension name '", dim.name.substr(0, 64), "...' has ",
+                       dim.name.size(), " bytes; expected at most ", kMaxMeshNameBytes));
+    }
     if (dim.name.empty() || !names.insert(dim.name).second) {
-      return absl::InvalidArgumentError(absl::StrCat("a dimension of the mesh is named '", dim.name,
-                                                     "'; names must not be empty, and differ"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("mesh dimension name '", dim.name,
+                       "' is empty or used twice; give each dimension its own name"));
     }
     if (dim.size < 1 || dim.size > world_size) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("dimension ", dim.name, " of the mesh has size ", dim.size,
-                       ", must be between 1 and the world_size, ", world_size));
+      return absl::InvalidArgumentError(absl::StrCat("mesh dimension ", dim.name, " has size ",
+                                                     dim.size, "; expected 1 to ", world_size,
+                                                     " (world_size)"));
     }
     // The product of up to 64 sizes could overflow. It stays at 2^31, which is no int's world_size.
     ranks = std::min<int64_t>(ranks * dim.size, int64_t{1} << 31);
@@ -53,22 +59,22 @@ absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size) {
       "the mesh of ",
       absl::StrJoin(mesh, " x ",
                     [](std::string* out, const MeshDim& dim) { absl::StrAppend(out, dim.size); }),
-      " ranks does not have the world_size, ", world_size));
+      " ranks does not match world_size ", world_size));
 }
 
 absl::Status CheckPlacements(absl::Span<const Placement> placements, absl::Span<const MeshDim> mesh,
                              absl::Span<const int64_t> shape) {
   if (placements.size() != mesh.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(placements.size(),
-                                                   " placements, expected one for each of the ",
-                                                   mesh.size(), " dimensions of the mesh"));
+    return absl::InvalidArgumentError(absl::StrCat("got ", placements.size(),
+                                                   " placements; expected ", mesh.size(),
+                                                   ", one for each mesh dimension"));
   }
   for (size_t m = 0; m < mesh.size(); ++m) {
     const int dim = placements[m].shard_dim;
     if (dim == Placement::kReplicate) continue;
     if (dim < 0 || dim >= static_cast<int>(shape.size())) {
       return absl::InvalidArgumentError(absl::StrCat("Shard(", dim, ") over ", mesh[m].name,
-                                                     ", but its shape is [",
+                                                     " is out of range for shape [",
                                                      absl::StrJoin(shape, ", "), "]"));
     }
   }

@@ -5,11 +5,11 @@
 //   mesh (replicate: 2, shard: 3), ranks in row-major order     0 1 2
 //                                                               3 4 5
 //   a parameter of shape [7, 4] with placements [Replicate, Shard(0)]: rank 0 has rows 0 to 2,
-//   rank 1 rows 3 to 5, rank 2 row 6. Ranks 3 to 5 have the same; the first of the replicas is the
-//   owner.
+//   rank 1 rows 3 to 5, rank 2 row 6. Ranks 3 to 5 have the same; the first replica is the owner.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHARDING_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHARDING_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -18,6 +18,8 @@
 #include "absl/types/span.h"
 
 namespace ballast {
+
+inline constexpr size_t kMaxMeshNameBytes = 256;
 
 struct MeshDim {
   std::string name;  // Unique in the mesh, not empty.
@@ -30,29 +32,29 @@ struct MeshDim {
 struct Placement {
   static constexpr int kReplicate = -1;
   // The dimension of the parameter that is cut, by torch.chunk's rule: each rank in turn gets
-  // ceil(size / ranks) of it, the last ones less or nothing. Several dimensions of the mesh may cut
-  // the same one; each then cuts what those before it have left. kReplicate: none is.
+  // ceil(size / ranks) of it, the last ones less or nothing. If several dimensions of the mesh cut
+  // the same one, each cuts the rest that those before it have left. kReplicate: not cut.
   int shard_dim = kReplicate;
 
   bool operator==(const Placement&) const = default;
 };
 
-// INVALID_ARGUMENT: no dimension, an empty or repeated name, a size below 1, or not `world_size`
-// ranks.
+// INVALID_ARGUMENT: no dimension, an empty, long or repeated name, a size below 1, or a number of
+// ranks other than `world_size`.
 absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size);
 // INVALID_ARGUMENT: not one placement for each dimension of the mesh, or a dimension that the shape
-// has not.
+// lacks.
 absl::Status CheckPlacements(absl::Span<const Placement> placements, absl::Span<const MeshDim> mesh,
                              absl::Span<const int64_t> shape);
 
-// The part of a parameter that a rank owns, a box. The rank has it in row-major order.
+// A rank's part of a parameter: a box, stored in row-major order.
 class Shard {
  public:
   int64_t elements() const { return elements_; }
-  // The shard consists of runs: elements that are neighbours in the whole parameter, too. All are
-  // of one length.
+  // The shard consists of runs: elements that are also adjacent in the whole parameter. All runs
+  // have one length.
   int64_t run_elements() const { return run_elements_; }
-  // Where element `local` of the shard is in the whole parameter, in row-major order.
+  // The position of the shard's element `local` in the whole parameter, in row-major order.
   int64_t OffsetInParameter(int64_t local) const;
 
  private:
@@ -69,10 +71,10 @@ class Shard {
   size_t run_dim_ = 0;  // A run goes over this dimension and those after it.
 };
 
-// The shards of one parameter. What it is made of outlives it, and has been checked.
+// The shards of one parameter. Its arguments outlive it and have been checked.
 class ParameterShards {
  public:
-  // Consecutive elements of the parameter that lie one after the other in a rank's shard.
+  // Consecutive elements of the parameter that are adjacent in a rank's shard.
   struct Run {
     int rank = 0;
     int64_t local = 0;  // The first one, in the shard.
@@ -85,7 +87,7 @@ class ParameterShards {
 
   // Empty if another replica is the owner.
   Shard OfRank(int rank) const;
-  // Who owns an element, and how many after it, in row-major order of the whole parameter.
+  // The owner of an element, and of how many after it, in row-major order of the whole parameter.
   Run Find(int64_t element) const;
 
  private:

@@ -1,4 +1,4 @@
-// What is remembered of a step: its outcome and what it was computed with.
+// The record of a step: its outcome and the values it was computed with.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_STEP_RECORD_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_STEP_RECORD_H_
 
@@ -15,19 +15,19 @@
 namespace ballast {
 
 inline constexpr size_t kRecentSteps = 64;    // How many decisions a job remembers.
-inline constexpr size_t kRecordedNames = 64;  // Unused parameters that a record of a step names.
+inline constexpr size_t kRecordedNames = 64;  // Unused parameters that a step's record names.
 
-// Why a step is skipped, in a word. kOther: skip_reason alone says it. kNotKept: OnAbort::kSkip.
+// Why a step is skipped. kOther: only skip_reason says it. kNotKept: OnAbort::kSkip.
 enum class SkipCause : uint8_t { kOther, kGradient, kMultiplier, kState, kAbandoned, kNotKept };
 inline constexpr size_t kSkipCauses = 6;
 
-// What the ranks are told of a step that all have sealed, before they vote.
+// What the ranks get about a step that all have sealed, before they vote.
 struct StepNorm {
   uint64_t step = 0;
   uint32_t attempt = 0;
   double norm = 0;                  // Of the unscaled, divided gradient; may be inf or NaN.
   std::vector<double> group_norms;  // By group.
-  std::string non_finite;           // Names the first element that is not finite; empty: all are.
+  std::string non_finite;           // Names the first non-finite element; empty: all are finite.
   std::vector<std::string> unused_parameters;
   int64_t more_unused_parameters = 0;  // On the wire: beyond the first kRecordedNames.
 };
@@ -43,11 +43,11 @@ struct StepOutcome {
 // Updates computed before their decision.
 struct SpeculationCounts {
   int64_t speculated = 0;
-  int64_t published = 0;  // Of those, the ones that became the chunk's state,
-  int64_t redone = 0;     // and the ones dropped and computed again; of skipped steps, neither.
+  int64_t published = 0;  // Those that became the chunk's state.
+  int64_t redone = 0;     // Those dropped and computed again. Neither counts skipped steps.
 };
 
-// Where a step's time went, in seconds; the parts follow on each other.
+// The parts of a step's time, in seconds, one after another.
 struct StepTimes {
   double gathering = 0;  // From its first rank's begin to its first seal: gradients come.
   double awaiting = 0;   // From the first seal to the last: ranks wait for the slowest.
@@ -56,8 +56,8 @@ struct StepTimes {
   double total() const { return gathering + awaiting + deciding + updating; }
 };
 
-// How often something took how long. Bucket i counts what took at most kBounds[i] seconds and more
-// than the bound before; the last one what took longer than any bound.
+// Durations by length. Bucket i counts those of at most kBounds[i] seconds and more than the bound
+// before; the last bucket counts longer ones.
 struct DurationHistogram {
   static constexpr std::array<double, 16> kBounds = {
       0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100};
@@ -70,7 +70,7 @@ struct DurationHistogram {
   }
 };
 
-// Of all steps that a job has decided since it was created.
+// About all steps that a job has decided since it was created.
 struct StepStatistics {
   uint64_t clipped_steps = 0;
   std::array<uint64_t, kSkipCauses> skips = {};  // By SkipCause.
@@ -88,8 +88,8 @@ struct StepRecord {
   uint32_t micro_steps = 0;
   double loss_scale = 1;
   StepTimes times;                                // Zeros in a record that was loaded.
-  Clipping voted;                                 // What the ranks voted of clipping,
-  bool abandoned = false;                         // and whether they voted to abandon the step.
+  Clipping voted;                                 // The ranks' votes about clipping.
+  bool abandoned = false;                         // The ranks voted to abandon the step.
   std::vector<HyperParameters> hyper_parameters;  // One per group, as used.
 };
 

@@ -1,5 +1,5 @@
-// What a rank gives a step besides gradients: its settings, the parameters that it used, its vote.
-// One definition for the engine, the client and the wire.
+// A rank's input to a step besides gradients: its settings, its used parameters, its vote. For the
+// engine, the client and the protocol.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_STEP_SETTINGS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_STEP_SETTINGS_H_
 
@@ -17,13 +17,13 @@
 namespace ballast {
 
 inline constexpr size_t kMaxTrainerStateBytes = 4096;
-// The most different sets of used parameters that a step keeps, each of a bit for every parameter.
-// Micro-steps that are alike share one.
+// The maximal number of different sets of used parameters of a step, each with a bit for every
+// parameter. Equal micro-steps share one.
 inline constexpr size_t kMaxUsedSets = 512;
 
-// Which of a job's starts a message belongs to. Compared as a pair. The count rises within an epoch,
-// when a step starts over; the epoch belongs to the owner of the job's name, so far the service that
-// has created the job, which never changes it.
+// The start of a job that a message belongs to. Compared as a pair. The count rises within an epoch
+// when a step starts over. The epoch belongs to the owner of the job's name: so far the service
+// that created the job, which never changes it.
 struct Generation {
   // Implicit: within the first epoch a generation is its count. 0: none.
   Generation(uint64_t count = 0, uint64_t epoch = 1) : epoch(epoch), count(count) {}
@@ -38,45 +38,45 @@ inline std::string ToString(const Generation& generation) {
   return std::to_string(generation.epoch) + "." + std::to_string(generation.count);
 }
 
-// A step, and the how manyth try at it. Each rank counts its attempts at a step from 0, and goes on
-// to the next by discarding what it gave in this one.
+// A step, and the number of the attempt at it. Each rank counts its attempts at a step from 0, and
+// begins the next by discarding what it gave in this one.
 struct StepAttempt {
-  // Implicit: the first attempt is what a step is, where nothing is discarded.
+  // Implicit: without a discard a step means its first attempt.
   StepAttempt(uint64_t step, uint32_t attempt = 0) : step(step), attempt(attempt) {}
   uint64_t step = 0;
   uint32_t attempt = 0;
   auto operator<=>(const StepAttempt&) const = default;
 };
 
-// What begin_step says. All ranks say the same. Of these, provisional updates use the
-// overrides and the clipping, and the vote may say other ones.
+// The settings of begin_step, the same on all ranks. Provisional updates use the overrides and the
+// clipping; the vote may differ.
 struct StepSettings {
   GradientScale scale;
-  std::map<int, HyperParameterOverrides> overrides;  // By group; they stay in force.
-  // What the trainer wants to find again after a restart: kept once the step is committed. At most
+  std::map<int, HyperParameterOverrides> overrides;  // By group; permanent.
+  // The trainer's state for a restart: kept once the step is committed. At most
   // kMaxTrainerStateBytes.
   std::string trainer_state;
-  // What the vote will say of it, as far as that is known. Only provisional updates depend on it.
+  // The expected clipping of the vote, as far as known. Only provisional updates depend on it.
   Clipping expected_clipping;
 };
 
-// What becomes of a step that all ranks have sealed, as a rank wants it. All ranks want the same,
-// or the step stays open. {}: it is applied with what it began with, and not clipped.
+// A rank's decision about a step that all ranks have sealed. All ranks must decide the same;
+// otherwise the step stays open. {}: apply it with its settings, unclipped.
 struct StepVote {
-  bool apply = true;  // false: the step is abandoned, which is a skip.
+  bool apply = true;  // false: the step is abandoned: a skip.
   Clipping clipping;
-  // By group, over the hyper-parameters that the step began with; they stay in force.
+  // By group, over the step's hyper-parameters; permanent.
   std::map<int, HyperParameterOverrides> overrides;
-  std::optional<std::string> trainer_state;  // In place of what the step began with.
+  std::optional<std::string> trainer_state;  // In place of the step's.
 
   bool operator==(const StepVote&) const = default;
 };
 
-// Which parameters received a gradient on a rank in a micro-step.
+// The parameters with a gradient on a rank in a micro-step.
 struct UsedParameters {
-  bool all = true;  // All trainable ones; the list is then empty.
+  bool all = true;  // All trainable ones; then the list is empty.
   std::vector<int> parameters;
-  // Of workers that check before reducing: the first element that was not finite.
+  // If workers check before reducing: the first non-finite element.
   struct NonFinite {
     int parameter = 0;
     int64_t element = 0;

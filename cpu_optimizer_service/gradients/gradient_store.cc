@@ -10,9 +10,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/host/kept_record.h"
-#include "cpu_optimizer_service/kernels/adam_redo.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -43,21 +41,16 @@ const std::byte* Contiguous(absl::Span<const absl::Span<const std::byte>> pieces
 
 // AddGradient from element `done` on, each turn recorded before it is stored.
 void AddRecorded(float* sum, const std::byte* gradient, DType dtype, int64_t done, int64_t elements,
-                 SumLane& lane) {
+                 RedoLane& lane) {
   // The lane has a word already: of when it was taken, or of the turn that Resume has copied.
-  SumWord word = SumWord::Unpack(lane.word);
+  RedoWriter redo(lane, RedoWord::Unpack(lane.word).chunk, done);
   while (done < elements) {
     const int64_t count = std::min(kSumTurnElements, elements - done);
-    // In the other turn than the last one, which a later process may still have to copy.
-    word.turn = 1 - word.turn;
-    float* const turn = lane.turns[word.turn];
+    float* const turn = redo.next().values;
     std::copy_n(sum + done, count, turn);
     AddGradient(turn, gradient + done * SizeBytes(dtype), dtype, count);
-    word.done = done + count;
-    word.count = count;
-    // The new sums are in the lane before its word says so, and the sum changes only after that:
-    // sum_lane.h.
-    StoreWord(lane.word, word.Pack());
+    // Before the sum changes (redo_lane.h).
+    redo.Record(count);
     Stored("a turn of a sum");
     std::copy_n(turn, count, sum + done);
     done += count;
@@ -103,7 +96,7 @@ absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSp
 }
 
 void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>> payload,
-                        SumLane* lane) {
+                        RedoLane* lane) {
   ChunkGradient& chunk = chunks_[index];
   const Chunk& place = layout_.chunks()[index];
   const DType dtype = wire_dtypes_[place.group];
@@ -140,12 +133,12 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
   }
 }
 
-void GradientStore::Resume(const SumLane& lane) {
-  const SumWord word = SumWord::Unpack(lane.word);
+void GradientStore::Resume(const RedoLane& lane) {
+  const RedoWord word = RedoWord::Unpack(lane.word);
   ChunkGradient& chunk = chunks_[word.chunk];
   // The process may have died within its own copy of this turn. To copy the same values once more
   // does no harm where it had not.
-  std::copy_n(lane.turns[word.turn], word.count, chunk.sum + word.done - word.count);
+  std::copy_n(lane.turns[word.turn].values, word.count, chunk.sum + word.done - word.count);
   chunk.sum_done = word.done;
 }
 
@@ -171,8 +164,9 @@ absl::Status GradientStore::MakePlace(int index) {
       named_arenas_->Create(PlaceBytes(index), ElsewhereLabel(index), ArenaFactory::Touch::kNow);
   if (!arena.ok()) {
     return absl::UnavailableError(
-        absl::StrCat("the last weights of chunk ", index, " of ", owner_,
-                     " still lie where its gradient is to be kept: ", arena.status().message()));
+        absl::StrCat("the buffer of chunk ", index, " of ", owner_,
+                     " still holds its last weights, and the gradient needs another: ",
+                     arena.status().message()));
   }
   chunk.named_elsewhere = *std::move(arena);
   return absl::OkStatus();

@@ -23,10 +23,10 @@
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/gradients/square_sums.h"
-#include "cpu_optimizer_service/gradients/sum_lane.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/kernels/redo_lane.h"
 
 namespace ballast {
 
@@ -47,7 +47,7 @@ class GradientStore {
   // payload of a step needs an accumulator: the job's max_micro_steps is not 1. With `lane`,
   // nullable, for a payload whose Add changes what is there (changes_sum).
   void Add(int chunk, absl::Span<const absl::Span<const std::byte>> payload,
-           SumLane* lane = nullptr);
+           RedoLane* lane = nullptr);
   // As Add, for the first contribution of a step: it is read at `payload`, which is aligned for its
   // dtype and stays until Clear.
   void Borrow(int chunk, const std::byte* payload);
@@ -74,7 +74,7 @@ class GradientStore {
   // rest of the same one may be added.
   bool half_added(int chunk) const { return chunks_[chunk].sum_done > 0; }
   // An earlier process had begun the next Add, and left it in the lane, which that Add will get.
-  void Resume(const SumLane& lane);
+  void Resume(const RedoLane& lane);
   // As an earlier process left it; `borrowed` is where of kBorrowed. DATA_LOSS: it is not there.
   absl::Status Restore(int chunk, Kept kept, const std::byte* borrowed);
 

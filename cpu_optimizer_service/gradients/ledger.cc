@@ -9,7 +9,7 @@ namespace ballast {
 absl::StatusOr<Ledger::Verdict> Ledger::Check(int64_t chunk, uint32_t begin, uint32_t end) const {
   if (begin >= end) {
     return absl::InvalidArgumentError(
-        absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end, ") are none"));
+        absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end, ") hold no micro-step"));
   }
   const auto [next, closed] = entries_[chunk];
   // Asked first: a worker whose stream broke sends again what was not acknowledged, also of a
@@ -18,15 +18,15 @@ absl::StatusOr<Ledger::Verdict> Ledger::Check(int64_t chunk, uint32_t begin, uin
   if (closed) {
     return absl::FailedPreconditionError(
         absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end,
-                     ") came after a final contribution, which ended before micro-step ", next,
-                     "; nothing more is taken for it in this step"));
+                     ") came after the final contribution, which ended before micro-step ", next,
+                     "; send no more for this chunk in this step"));
   }
   // A range that begins earlier and ends later would count its first micro-steps twice; one that
   // begins later would leave a gap. Neither can be mended here.
   if (begin == next) return Verdict::kNew;
-  return absl::FailedPreconditionError(absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ",
-                                                    end, ") came where micro-step ", next,
-                                                    " is the next; send in order, each once"));
+  return absl::FailedPreconditionError(absl::StrCat("chunk ", chunk, ": got micro-steps [", begin,
+                                                    ", ", end, "), expected micro-step ", next,
+                                                    " next; send them in order, each once"));
 }
 
 bool Ledger::IsWhole(uint32_t micro_steps) const {

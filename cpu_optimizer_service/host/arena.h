@@ -1,5 +1,5 @@
-// Large, zeroed memory for state and gradients. Behind an interface, so that files on tmpfs can
-// take the place of anonymous memory.
+// Large, zeroed memory for state and gradients. It is an interface, so that files on tmpfs can
+// replace anonymous memory.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_ARENA_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_ARENA_H_
 
@@ -28,8 +28,8 @@ class ArenaFactory {
  public:
   virtual ~ArenaFactory() = default;
   enum class Touch : uint8_t {
-    kNow,    // The pages are there when Create returns, so that an update never waits for them.
-    kLater,  // They come when they are first written.
+    kNow,    // The pages exist when Create returns, so that an update never waits for them.
+    kLater,  // Each page comes with its first write.
   };
   // Zeroed. RESOURCE_EXHAUSTED if the system refuses the mapping. `label` names it: "job gpt2
   // state".
@@ -37,10 +37,10 @@ class ArenaFactory {
                                                         Touch touch) = 0;
 };
 
-// Anonymous memory in huge pages where the system gives them. `tasks`, which outlives the factory,
-// touches it: of an arena of S bytes, byte b on node NodeOf(b, S), so that an arena that holds
-// chunks in order lies where ForEach over the chunks will use it. Null: the caller touches it.
-// `warn` is told, once and in one line, when large memory did not come in huge pages.
+// Anonymous memory in huge pages, if the system gives them. `tasks`, which outlives the factory,
+// touches it: in an arena of S bytes, byte b on node NodeOf(b, S). So an arena with chunks in order
+// lies where ForEach over the chunks uses it. Null: the caller touches it. `warn` gets a line,
+// once, if large memory is not in huge pages.
 std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory(
     TaskPool* tasks = nullptr, std::function<void(const std::string&)> warn = nullptr);
 

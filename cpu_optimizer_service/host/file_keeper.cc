@@ -14,8 +14,9 @@ namespace ballast {
 
 absl::StatusOr<FileDescriptor> MakeSealedFile(const std::string& name, int64_t bytes) {
   const auto no_room = [&](const char* call) {
-    return absl::ResourceExhaustedError(absl::StrCat("no ", bytes, " bytes of named memory for ",
-                                                     name, ": ", call, ": ", std::strerror(errno)));
+    return absl::ResourceExhaustedError(absl::StrCat("cannot allocate ", bytes,
+                                                     " bytes of named memory for ", name, ": ",
+                                                     call, ": ", std::strerror(errno)));
   };
   FileDescriptor file(memfd_create("ballast", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) return no_room("memfd_create");

@@ -19,7 +19,6 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
-#include "cpu_optimizer_service/common/system/visit_names.h"
 
 namespace ballast {
 namespace {
@@ -34,28 +33,6 @@ bool KnowsDirectWrites(int descriptor) {
   struct statfs is;
   return fstatfs(descriptor, &is) == 0 &&
          (is.f_type == EXT4_SUPER_MAGIC || is.f_type == XFS_SUPER_MAGIC);
-}
-
-// Of the name in the directory that is open as `parent`, which need not be there. 0, or the errno
-// of a failure. std::filesystem::remove_all ends the process where it has no memory.
-int RemoveTree(int parent, const char* name) {
-  // It is removed without a look at what it is, because another process could change that between
-  // the look and the removal. Another process may also remove the same tree: what is gone is no
-  // error. For a directory Linux says EISDIR.
-  if (unlinkat(parent, name, 0) == 0 || errno == ENOENT || errno == ENOTDIR) return 0;
-  if (errno != EISDIR) return errno;
-  int error = 0;
-  // O_NOFOLLOW: where somebody puts a link in the directory's place, it is not followed out of the
-  // tree.
-  const int not_listed = VisitNames(
-      parent, name,
-      [&](const char* inner, int directory) {
-        if (error == 0) error = RemoveTree(directory, inner);
-      },
-      O_NOFOLLOW);
-  if (error == 0) error = not_listed;
-  if (error != 0 || unlinkat(parent, name, AT_REMOVEDIR) == 0) return error;
-  return errno;
 }
 
 // Not an AtomicFile: a checkpoint becomes whole by one move of its directory, so its files are not
@@ -256,15 +233,21 @@ class PosixFileSystemImpl : public FileSystem {
   }
 
   absl::Status RemoveAll(const std::string& path) override {
-    const int error = RemoveTree(AT_FDCWD, path.c_str());
-    return error != 0 ? FileError(error, "remove", path) : absl::OkStatus();
+    // It follows no link out of the tree. Another process may remove the same tree.
+    std::error_code error;
+    std::filesystem::remove_all(path, error);
+    return error && error.value() != ENOENT ? FileError(error.value(), "remove", path)
+                                            : absl::OkStatus();
   }
 
   absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {
     std::vector<std::string> names;
-    const int error = VisitNames(AT_FDCWD, directory.c_str(),
-                                 [&](const char* name, int) { names.emplace_back(name); });
-    if (error != 0) return FileError(error, "list", directory);
+    std::error_code error;
+    for (std::filesystem::directory_iterator at(directory, error), end; !error && at != end;
+         at.increment(error)) {
+      names.push_back(at->path().filename().string());
+    }
+    if (error) return FileError(error.value(), "list", directory);
     return names;
   }
 

@@ -1,4 +1,4 @@
-// The file operations that checkpoints need, behind an interface so that a test can make each fail.
+// The file operations of checkpoints, as an interface, so that a test can make each fail.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_FILE_SYSTEM_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_FILE_SYSTEM_H_
 
@@ -36,23 +36,24 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
   virtual absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) = 0;
-  // INVALID_ARGUMENT, without waiting, for what is not a regular file; a symbolic link is none.
+  // INVALID_ARGUMENT, without waiting, unless it is a regular file; a symbolic link is not.
   virtual absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) = 0;
   virtual bool Exists(const std::string& path) = 0;
   // With its parents.
   virtual absl::Status CreateDirectory(const std::string& path) = 0;
-  // False also where there is nothing, or where the system has no such thing.
+  // False also for a missing file, or if the system has no symbolic links.
   virtual bool IsSymbolicLink(const std::string& path) { return false; }
-  // That something is mounted on a directory, which then nothing can take the place of. As above.
+  // Whether a file system is mounted on the directory, so that it cannot be replaced. False as
+  // above.
   virtual bool IsMountPoint(const std::string& path) { return false; }
-  // Durably, in one move. A file takes the place of a file. ALREADY_EXISTS if `to` is a directory
-  // that has something: nothing that has something is ever replaced by a directory.
+  // Durably, in one move. A file replaces a file. ALREADY_EXISTS if `to` is a directory with
+  // contents: a directory never replaces contents.
   virtual absl::Status Rename(const std::string& from, const std::string& to) = 0;
   virtual absl::Status RemoveAll(const std::string& path) = 0;
-  // The names in a directory, in no order. NOT_FOUND if there is none.
+  // The names in a directory, unordered. NOT_FOUND if it is missing.
   virtual absl::StatusOr<std::vector<std::string>> List(const std::string& directory) = 0;
-  // Marks a directory as in use, by a lock on its file LockPath, until it is given up or the process
-  // ends. Null if somebody uses it, or if the file system cannot tell.
+  // Marks a directory as in use, by a lock on its file LockPath, until it is released or the
+  // process ends. Null if it is in use, or if the file system does not support locks.
   virtual std::shared_ptr<const void> TryLock(const std::string& directory) = 0;
 };
 

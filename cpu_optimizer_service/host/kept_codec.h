@@ -1,7 +1,7 @@
-// Plain values as bytes, and back, for the process that comes after this one. Not for files or
-// wires: only a service on the same machine reads them.
+// Plain values as bytes, and back, for the next process of the service. Not for files or messages:
+// only a service on the same machine reads them.
 //
-// A struct is described once, for both ways, by a function beside it that gives its fields:
+// A function beside a struct lists its fields, once for both directions:
 //
 //   template <typename Each> void Fields(Each&& each, Decision& v) { each(v.apply, v.norm); }
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_KEPT_CODEC_H_
@@ -85,7 +85,7 @@ class KeptWriter {
   std::string bytes_;
 };
 
-// Bytes that end too early, or go on after the end, make it !ok(); then values mean nothing.
+// Too few or too many bytes make it !ok(); then values are undefined.
 class KeptReader {
  public:
   explicit KeptReader(absl::string_view bytes) : left_(bytes) {}
@@ -104,7 +104,7 @@ class KeptReader {
     left_.remove_prefix(bytes);
     return true;
   }
-  // How many there are to read, each of a byte at least.
+  // The number of values to read, each of at least a byte.
   size_t ReadCount() {
     uint64_t count = 0;
     Read(count);

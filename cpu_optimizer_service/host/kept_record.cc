@@ -114,7 +114,7 @@ absl::StatusOr<std::string> KeptRecord::TakeOver() {
 
 absl::Status KeptRecord::Damaged() const {
   return absl::DataLossError(absl::StrCat(arenas_.WhatIs(absl::StrCat(label_, " ", number_)),
-                                          " is not as it was stored: another checksum"));
+                                          " is not as it was stored: its checksum differs"));
 }
 
 void KeptRecord::Forget() {

@@ -1,8 +1,8 @@
-// Bytes in named memory that change whole or not at all, and a log that grows entry by entry: for
-// the small things that the next process must find as they were at one instant.
+// Bytes in named memory that change atomically, and a log that grows entry by entry: for small data
+// that the next process must find as of one instant.
 //
-// Both rest on the order of one thread's stores. A process that dies leaves all that it had stored
-// before, and nothing of what would have come after; which instant that is nobody chooses.
+// Both rely on the order of one thread's stores. A crashed process leaves all its earlier stores
+// and none of its later ones. The crash may come at any instant.
 //
 // Thread-compatible: their owner's lock guards them.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_KEPT_RECORD_H_
@@ -20,41 +20,41 @@
 
 namespace ballast {
 
-// Called after each store that a later process could see, by what was stored: tests end the process
-// there. Null but in tests.
+// Called after each store that a later process could see, with the name of what was stored: tests
+// end the process there. Null except in tests.
 extern std::function<void(const char* what)>* store_seam;
 inline void Stored(const char* what) {
   if (store_seam != nullptr) (*store_seam)(what);
 }
 
-// FNV-1a, of eight bytes at a time.
+// FNV-1a, eight bytes at a time.
 uint64_t ChecksumOf(absl::string_view bytes);
 
-// Two halves. The new contents go to the one that is not current, with their length and a checksum;
-// then one store of a word makes it current.
+// Two halves. New contents go to the half that is not current, with their length and a checksum.
+// Then one store of a word makes it current.
 class KeptRecord {
  public:
-  // Memory named "LABEL N" of `arenas`, for contents of `capacity` bytes; it grows where that is
-  // not enough, by another name.
+  // Memory named "LABEL N" of `arenas`, for contents of `capacity` bytes. If that is too small, it
+  // grows, under another name.
   KeptRecord(NamedArenas& arenas, std::string label, int64_t capacity);
 
-  // What an earlier process stored last. NOT_FOUND: nothing. DATA_LOSS: it is not as it was stored;
-  // the message names the memory.
+  // An earlier process's last contents. NOT_FOUND: none stored. DATA_LOSS: the contents have
+  // changed; the message names the memory.
   absl::StatusOr<std::string> TakeOver();
-  // After that: an earlier process had made memory for it, whether or not it stored anything.
+  // After that: whether an earlier process made memory for it, even without contents.
   bool was_made() const { return number_ > 0; }
-  // Memory for it, with nothing stored. RESOURCE_EXHAUSTED.
+  // Makes memory for it, without contents. RESOURCE_EXHAUSTED.
   absl::Status Make() {
     std::unique_ptr<Arena> none;
     return Grow(capacity_ / 2, none);
   }
-  // RESOURCE_EXHAUSTED: no memory to grow; then it has what it had.
+  // RESOURCE_EXHAUSTED: no memory to grow; the old contents stay.
   absl::Status Store(absl::string_view contents);
-  // A later process finds that nothing was stored.
+  // A later process finds no contents.
   void Forget();
-  // What it has goes; a later process finds nothing.
+  // Drops the memory; a later process finds nothing.
   void Drop() { arena_ = nullptr; }
-  // The contents of another one, that is over.
+  // The contents of another one, which ends.
   void TakeFrom(KeptRecord&& other) {
     capacity_ = other.capacity_;
     number_ = other.number_;
@@ -62,7 +62,7 @@ class KeptRecord {
   }
 
  private:
-  // `older`: what it had until now. After an error it is as it was.
+  // `older`: its previous memory. After an error nothing has changed.
   absl::Status Grow(int64_t bytes, std::unique_ptr<Arena>& older);
   absl::Status Damaged() const;
 
@@ -73,14 +73,14 @@ class KeptRecord {
   std::unique_ptr<Arena> arena_;  // Null: not made.
 };
 
-// Entries in order, of one epoch; those of another epoch are none.
+// An append-only log. Entries from other epochs are ignored.
 class KeptLog {
  public:
   KeptLog(NamedArenas& arenas, std::string label, int64_t capacity);
 
-  // Calls visit(entry) for what an earlier process left of this epoch.
+  // Calls visit(entry) for an earlier process's entries of this epoch.
   absl::Status TakeOver(uint64_t epoch, const std::function<void(absl::string_view)>& visit);
-  // RESOURCE_EXHAUSTED: no memory to grow; nothing is appended then.
+  // RESOURCE_EXHAUSTED: no memory to grow; the entry is not appended.
   absl::Status Append(uint64_t epoch, absl::string_view entry);
 
  private:

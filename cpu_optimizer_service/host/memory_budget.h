@@ -1,4 +1,5 @@
-// The memory that all jobs of a service share. What does not fit is refused before it is allocated.
+// The memory that all jobs of a service share. A request that does not fit is refused before memory
+// is allocated.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_MEMORY_BUDGET_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_MEMORY_BUDGET_H_
 
@@ -20,7 +21,7 @@ class MemoryBudget {
     Reservation& operator=(Reservation&& other) noexcept;
     ~Reservation() { Release(); }
     int64_t bytes() const { return bytes_; }
-    // Gives back what is more than `bytes`.
+    // Gives back everything above `bytes`.
     void ShrinkTo(int64_t bytes);
 
    private:
@@ -37,7 +38,7 @@ class MemoryBudget {
   // RESOURCE_EXHAUSTED with needed, used and limit. `what` names the asker: "job gpt2".
   // Outlives its reservations. Thread-safe.
   absl::StatusOr<Reservation> Reserve(int64_t bytes, absl::string_view what);
-  // Of memory that there is already, of an earlier process: beyond the limit, too.
+  // For an earlier process's existing memory: may exceed the limit.
   Reservation Take(int64_t bytes);
 
   int64_t limit_bytes() const { return limit_bytes_; }

@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -61,10 +62,12 @@ void* PlaceFor(int64_t bytes) {
 
 absl::Status Wanting(int64_t bytes, absl::string_view what, int64_t left_bytes,
                      absl::string_view where) {
-  return absl::ResourceExhaustedError(absl::StrCat(what, " wants ", bytes, " bytes of memory, and ",
+  return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", bytes, " bytes of memory, but ",
                                                    where, " has ", left_bytes,
-                                                   " left; enlarge it, or close a job"));
+                                                   " bytes left; enlarge it, or close a job"));
 }
+
+constexpr absl::string_view kOutOfMemory = "ballast/out_of_memory";
 
 }  // namespace
 
@@ -87,9 +90,15 @@ absl::Status NamedMemory::NoRoom(int64_t bytes, absl::string_view name, const ch
   // Read first, since room() makes system calls, which may change it.
   const int error = errno;
   const std::optional<FileKeeper::Room> room = keeper_.room();
-  return absl::ResourceExhaustedError(
-      absl::StrCat("no ", bytes, " bytes of named memory for ", name, room ? " in " : "",
-                   room ? room->where : std::string(), ": ", call, ": ", std::strerror(error)));
+  absl::Status status = absl::ResourceExhaustedError(absl::StrCat(
+      "cannot allocate ", bytes, " bytes of named memory for ", name, room ? " in " : "",
+      room ? room->where : std::string(), ": ", call, ": ", std::strerror(error)));
+  if (error == ENOMEM) status.SetPayload(kOutOfMemory, absl::Cord());
+  return status;
+}
+
+bool IsOutOfMemory(const absl::Status& status) {
+  return status.GetPayload(kOutOfMemory).has_value();
 }
 
 absl::Status NamedMemory::Admit(int64_t bytes, absl::string_view what) const {

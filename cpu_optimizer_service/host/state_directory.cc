@@ -13,8 +13,10 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <limits>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -25,7 +27,6 @@
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/visit_names.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 
@@ -55,8 +56,8 @@ constexpr char kUnfinished[] = ".new";
 // How often LockOrWait looks: flock(2) has no wait that ends after a time.
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr char kUse[] =
-    "; give a directory on a tmpfs, such as /dev/shm/ballast, or in Kubernetes one on a volume of "
-    "emptyDir with medium: Memory";
+    "; give a directory on a tmpfs, such as /dev/shm/ballast, or in Kubernetes an emptyDir volume "
+    "with medium: Memory";
 
 // Empty: not in memory.
 std::string FileSystemInMemory(const struct statfs& facts) {
@@ -104,12 +105,12 @@ absl::Status CheckDirectory(const std::string& path, const struct stat& facts) {
         absl::StrCat(path, " is a symbolic link; give the directory itself"));
   }
   if (!S_ISDIR(facts.st_mode)) {
-    return absl::InvalidArgumentError(absl::StrCat(path, " is no directory", kUse));
+    return absl::InvalidArgumentError(absl::StrCat(path, " is not a directory", kUse));
   }
   if (facts.st_uid != geteuid()) {
     return absl::InvalidArgumentError(
-        absl::StrCat(path, " belongs to user ", facts.st_uid, ", and this process is user ",
-                     geteuid(), "'s; name a directory in it that is not there yet, or another"));
+        absl::StrCat(path, " belongs to user ", facts.st_uid, ", but this process runs as user ",
+                     geteuid(), "; name a new directory inside it, or another one"));
   }
   // Others who may write here could put other state in the place of a file. Files have mode 0600;
   // the directory's mode keeps others out a second time.
@@ -117,8 +118,8 @@ absl::Status CheckDirectory(const std::string& path, const struct stat& facts) {
     char mode[8];
     std::snprintf(mode, sizeof(mode), "%04o", facts.st_mode & 07777);
     return absl::InvalidArgumentError(
-        absl::StrCat("other users may enter ", path, " (mode ", mode,
-                     "); chmod 700 it, or name a directory in it that is not there yet"));
+        absl::StrCat("other users can enter ", path, " (mode ", mode,
+                     "); run chmod 700, or name a new directory inside it"));
   }
   return absl::OkStatus();
 }
@@ -254,12 +255,11 @@ absl::Status StateDirectory::LockOrWait(FileDescriptor& file) {
     const std::string who =
         known ? absl::StrCat("process ", has.process) : std::string("another process");
     if (std::chrono::steady_clock::now() >= until) {
-      return absl::UnavailableError(absl::StrCat(who, " has ", options_.path,
-                                                 "; stop it, or give each service a directory ",
-                                                 "of its own"));
+      return absl::UnavailableError(absl::StrCat(
+          who, " uses ", options_.path, "; stop it, or give each service its own directory"));
     }
     if (!std::exchange(said, true) && options_.say) {
-      options_.say(absl::StrCat(who, " has ", options_.path, "; waiting ", options_.wait_seconds,
+      options_.say(absl::StrCat(who, " uses ", options_.path, "; waiting ", options_.wait_seconds,
                                 " s for its end"));
     }
     std::this_thread::sleep_for(kPause);
@@ -279,8 +279,9 @@ absl::Status StateDirectory::TakeLock() {
     // Files without a superblock may be of any boot and format.
     if (!files.empty()) {
       return absl::DataLossError(absl::StrCat(
-          path, " is missing, and without it nothing is known of ", files.begin()->first,
-          "; name an empty directory, and go on from the last checkpoints"));
+          path, " is missing, and ", files.begin()->first,
+          " cannot be read without it; name an empty directory, and resume from the last "
+          "checkpoints"));
     }
     file = FileDescriptor(
         openat(directory_.number(), kSuperblock, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
@@ -288,8 +289,9 @@ absl::Status StateDirectory::TakeLock() {
   struct stat facts = {};
   if (!file || fstat(file.number(), &facts) != 0 || !S_ISREG(facts.st_mode) ||
       facts.st_uid != geteuid()) {
-    return absl::DataLossError(
-        absl::StrCat(path, " is no file of this process's user; name another directory"));
+    return absl::DataLossError(absl::StrCat(path,
+                                            " does not belong to this process's user, or is not a "
+                                            "regular file; name another directory"));
   }
   // The parent's child has it already, from the process before.
   if (const auto held = kept_.find(kLockName); held != kept_.end()) {
@@ -322,9 +324,9 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
       (ftruncate(lock_.number(), page_bytes_) != 0 ||
        fallocate(lock_.number(), 0, 0, page_bytes_) != 0)) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("no ", page_bytes_, " bytes for ", path, ": ", Why()));
+        absl::StrCat("cannot allocate ", page_bytes_, " bytes for ", path, ": ", Why()));
   }
-  const std::string instead = "; name an empty directory, and go on from the last checkpoints";
+  const std::string instead = "; name an empty directory, and resume from the last checkpoints";
   if (is_cut && !is_new) {
     return absl::DataLossError(
         absl::StrCat(path, " has ", facts.st_size, " bytes, expected ", page_bytes_, instead));
@@ -348,18 +350,18 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
   }
   const bool is_ours = std::memcmp(superblock_->magic, kMagic, sizeof(kMagic)) == 0;
   if (!is_ours || superblock_->checksum != checksum()) {
-    return absl::DataLossError(absl::StrCat(path, " has another checksum", instead));
+    return absl::DataLossError(absl::StrCat(path, " does not match its checksum", instead));
   }
   if (superblock_->format != kFormat) {
     return absl::FailedPreconditionError(absl::StrCat(
-        options_.path, " was left by another version (format ", superblock_->format, ", here ",
-        kFormat, "); start that version again, save, and load the checkpoints here"));
+        options_.path, " has format ", superblock_->format, ", but this service reads ", kFormat,
+        "; start the version that wrote it, save, and load the checkpoints here"));
   }
   // Files in memory do not outlive a boot.
   if (boot != superblock_->boot_id) {
     return absl::FailedPreconditionError(
-        absl::StrCat(options_.path, " is of another boot (", superblock_->boot_id, ", now ", boot,
-                     "): a copy, which may be of any instant", instead));
+        absl::StrCat(options_.path, " is from another boot (", superblock_->boot_id, ", now ", boot,
+                     "), so it is a copy of unknown age", instead));
   }
   // Not under the checksum, which could not be stored at the same instant.
   superblock_->process = getpid();
@@ -368,24 +370,24 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
 
 absl::StatusOr<std::map<std::string, int64_t>> StateDirectory::List() const {
   std::map<std::string, int64_t> files;
-  std::string stranger;
-  const int error = VisitNames(directory_.number(), ".", [&](absl::string_view file, int) {
-    if (file == kSuperblock || !stranger.empty()) return;
+  std::error_code error;
+  // The directory that is open, whatever has its path by now.
+  const std::string directory = absl::StrCat("/proc/self/fd/", directory_.number());
+  for (std::filesystem::directory_iterator at(directory, error), end; !error && at != end;
+       at.increment(error)) {
+    const std::string file = at->path().filename().string();
+    if (file == kSuperblock) continue;
     int64_t bytes = 0;
     if (NameOf(absl::StripSuffix(file, kUnfinished), bytes).empty()) {
-      stranger = std::string(file);
-    } else {
-      files.emplace(file, bytes);
+      return absl::DataLossError(
+          absl::StrCat(options_.path, "/", file,
+                       " is not a file of named memory; name a directory that "
+                       "only the service uses"));
     }
-  });
-  if (!stranger.empty()) {
-    return absl::DataLossError(absl::StrCat(options_.path, "/", stranger,
-                                            " is no file of named memory; name a directory that "
-                                            "is the service's alone"));
+    files.emplace(file, bytes);
   }
-  if (error != 0) {
-    return absl::DataLossError(
-        absl::StrCat("cannot list ", options_.path, ": ", std::strerror(error)));
+  if (error) {
+    return absl::DataLossError(absl::StrCat("cannot list ", options_.path, ": ", error.message()));
   }
   return files;
 }
@@ -456,8 +458,8 @@ absl::StatusOr<FileDescriptor> StateDirectory::MakeFile(const std::string& name,
   if (!made || ftruncate(made.number(), size) != 0) {
     const std::string why = Why();
     if (made) unlinkat(directory_.number(), unfinished.c_str(), 0);
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no ", size, " bytes of named memory in ", options_.path, ": ", why));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "cannot allocate ", size, " bytes of named memory in ", options_.path, ": ", why));
   }
   MutexLock lock(mutex_);
   making_[name] = file;

@@ -1,12 +1,12 @@
-// Named memory as files in a directory on a file system in memory (tmpfs, hugetlbfs), where it
+// Named memory as files in a directory on a file system in memory (tmpfs, hugetlbfs). There it
 // outlives all processes of the service: for containers, whose restart ends them all.
 //
-//   superblock           format, boot, and which process has the directory: that locks this file
-//   UID.LABEL.BYTES      memory "UID/LABEL", blanks as _, of so many bytes
-//   UID.LABEL.BYTES.new  memory that a process was making when it died; goes at the next start
+//   superblock           format, boot, and the process that has the directory: it locks this file
+//   UID.LABEL.BYTES      memory "UID/LABEL", with _ for blanks, of so many bytes
+//   UID.LABEL.BYTES.new  memory that a crashed process was making; removed at the next start
 //
-// Memory shared with other processes must be sealed, which a file here cannot be: that, sockets and
-// the lock are the other keeper's, the parent's, if there is one.
+// Memory shared with other processes must be sealed, which a file here cannot be. So that, sockets
+// and the lock are kept by the other keeper, the parent, if there is one.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_STATE_DIRECTORY_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_STATE_DIRECTORY_H_
 
@@ -29,30 +29,31 @@ namespace ballast {
 
 struct StateDirectoryOptions {
   std::string path;
-  FileKeeper* others = nullptr;  // Keeps what is no file here; borrowed. Null: no other does.
-  double wait_seconds = 30;      // For a process that has the directory.
-  // Says in a line why that takes long. Nullable.
+  FileKeeper* others = nullptr;  // Keeps everything except files here; borrowed. May be null.
+  double wait_seconds = 30;      // For another process that has the directory.
+  // Gets a line that says why that takes long. May be null.
   std::function<void(const std::string& line)> say;
-  // What is known of the last checkpoint of the job with this uid; for messages. Nullable.
+  // What is known of the last checkpoint of the job with this uid, for messages. May be null.
   std::function<std::string(const std::string& uid)> last_checkpoint;
 };
 
 // Thread-safe.
 class StateDirectory final : public FileKeeper {
  public:
-  // Looks only. INVALID_ARGUMENT, in one line that says what to do: memory cannot be kept there.
+  // Changes nothing. INVALID_ARGUMENT, in one line that says what to do: memory cannot be kept
+  // there.
   static absl::Status Check(const std::string& path);
-  // Looks only: whether a process that takes the place of one that holds `lock`, which is empty
-  // where that has no directory, finds that one's jobs at `path`; empty: it has none. `others_hold_jobs`:
-  // some lie elsewhere. INVALID_ARGUMENT, in one line.
+  // Changes nothing. Checks that a process that replaces the holder of `lock` finds the holder's
+  // jobs at `path`. Empty `lock` or `path`: no directory. `others_hold_jobs`: some jobs are
+  // elsewhere. INVALID_ARGUMENT, in one line.
   static absl::Status CheckSame(const FileDescriptor& lock, bool others_hold_jobs,
                                 const std::string& path);
-  // What the lock is called at `others`.
+  // The lock's name at `others`.
   static constexpr char kLockName[] = "lock of the state directory";
-  // Makes the directory, mode 0700, if it is not there; its parent must be. All that is in it is
-  // checked first, and nothing is changed where anything is refused. Errors, in one line:
-  // INVALID_ARGUMENT as Check; UNAVAILABLE: another process has it; DATA_LOSS: a file is not as it
-  // was left; FAILED_PRECONDITION: it is of another boot, or of a newer version.
+  // Creates the directory, mode 0700, if needed; its parent must exist. All contents are checked
+  // first; if anything is refused, nothing is changed. Errors, in one line: INVALID_ARGUMENT as
+  // Check; UNAVAILABLE: another process has it; DATA_LOSS: a file has changed; FAILED_PRECONDITION:
+  // another boot, or a newer version.
   static absl::StatusOr<std::unique_ptr<StateDirectory>> Open(StateDirectoryOptions options);
   ~StateDirectory() override;
 
@@ -62,11 +63,11 @@ class StateDirectory final : public FileKeeper {
   std::map<std::string, FileDescriptor> TakeKept() override;
   bool keeps_sealed_files() const override { return false; }
   std::optional<Room> room() const override;
-  // "the file /dev/shm/ballast/4f6c....table.4096"; of one that is not there "....table*".
+  // "the file /dev/shm/ballast/4f6c....table.4096"; for a missing one "....table*".
   std::string WhatIs(const std::string& name) const override;
 
-  // What an earlier process left has been taken over. Until then a drop is only remembered, so that
-  // nothing is lost where taking over fails.
+  // An earlier process's memory has been taken over. Until then drops are only remembered, so that
+  // a failed takeover loses nothing.
   void Settle();
 
   // "/dev/shm/ballast (tmpfs)".
@@ -74,7 +75,7 @@ class StateDirectory final : public FileKeeper {
 
  private:
   struct Superblock;
-  struct Found;  // A file that is memory.
+  struct Found;  // A file with memory.
 
   explicit StateDirectory(StateDirectoryOptions options) : options_(std::move(options)) {}
 

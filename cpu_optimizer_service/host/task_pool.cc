@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/limits/processors.h"
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/common/system/parallel_for.h"
 
@@ -223,7 +222,9 @@ void TaskPool::Start(std::function<void()> task, int node) {
   if (node == kAnyNode) {
     node = static_cast<int>(impl_->next_node.fetch_add(1) % impl_->nodes.size());
   }
-  const auto run = [impl = impl_.get(), owned = started.get(), node] {
+  // Not out of it either: TBB would keep what a task throws, and whoever waits for it would wait
+  // without an end.
+  const auto run = [impl = impl_.get(), owned = started.get(), node]() noexcept {
     const ScopedPlace place({impl, node});
     const auto begin = std::chrono::steady_clock::now();
     owned->edge.Acquire();
@@ -243,10 +244,8 @@ void TaskPool::Start(std::function<void()> task, int node) {
   try {
     impl_->nodes[node]->arena.enqueue(run);
     (void)started.release();
-  } catch (const std::bad_alloc&) {  // It has not taken it.
-    MutexLock lock(impl_->mutex);
-    --impl_->running;
-    throw;
+  } catch (const std::bad_alloc&) {
+    std::terminate();  // As where any other small allocation fails.
   } catch (const std::exception& error) {
     EndWithoutThreads(error);
   }
@@ -258,9 +257,8 @@ void TaskPool::Impl::Work(TaskPool& pool, std::shared_ptr<Loop> loop, int node) 
         const bool more = loop->RunSlice(loop->shares[node]);
         loop->edge.Release();
         if (!more) return;
-        // Counted as running before this one ends: the pool cannot be gone. Without memory to queue
-        // again, this thread goes on.
-        if (!RunsInMemory([&] { Work(pool, loop, node); })) loop->RunAll(loop->shares[node]);
+        // Counted as running before this one ends: the pool cannot be gone.
+        Work(pool, loop, node);
         loop->edge.Release();
       },
       node);
@@ -270,7 +268,6 @@ std::shared_ptr<Loop> TaskPool::Impl::StartLoop(TaskPool& pool, int64_t count,
                                                 std::function<void(int64_t)> body,
                                                 std::function<void()> then) {
   std::vector<int64_t> ends;
-  // All that may throw comes first, so that the caller finds nothing begun where it does.
   for (size_t node = 0; node < nodes.size(); ++node) ends.push_back(EndOf(node, count));
   auto loop = std::make_shared<Loop>(std::move(body), std::move(then), count, ends);
   for (int node = 0; node < static_cast<int>(nodes.size()); ++node) {
@@ -278,13 +275,7 @@ std::shared_ptr<Loop> TaskPool::Impl::StartLoop(TaskPool& pool, int64_t count,
     // A worker is one entry in the arena's queue. More of them than threads would only stand before
     // the tasks of others.
     const int64_t workers = std::min<int64_t>(nodes[node]->threads, indices);
-    for (int64_t worker = 0; worker < workers; ++worker) {
-      if (RunsInMemory([&] { Work(pool, loop, node); })) continue;
-      // From here on it ends, without memory too.
-      loop->RunAll(loop->shares[node]);
-      loop->edge.Release();
-      break;
-    }
+    for (int64_t worker = 0; worker < workers; ++worker) Work(pool, loop, node);
   }
   return loop;
 }
@@ -303,18 +294,9 @@ void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
     Mutex mutex;
     CondVar changed;
     bool reached ABSL_GUARDED_BY(mutex) = false;
-    std::exception_ptr thrown ABSL_GUARDED_BY(mutex);  // By a body, first.
   } end;
   const std::shared_ptr<Loop> loop = impl_->StartLoop(
-      *this, count,
-      [body, &end](int64_t index) {
-        try {
-          body(index);
-        } catch (...) {
-          MutexLock lock(end.mutex);
-          if (end.thrown == nullptr) end.thrown = std::current_exception();
-        }
-      },
+      *this, count, [body](int64_t index) { body(index); },
       [&end] {
         end.edge.Release();
         MutexLock lock(end.mutex);
@@ -331,7 +313,6 @@ void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
   MutexLock lock(end.mutex);
   while (!end.reached) end.changed.Wait(end.mutex);
   end.edge.Acquire();
-  if (end.thrown != nullptr) std::rethrow_exception(end.thrown);
 }
 
 int TaskPool::CurrentNode() const {

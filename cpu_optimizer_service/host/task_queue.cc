@@ -2,11 +2,9 @@
 
 #include <chrono>
 #include <deque>
-#include <new>
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast {
@@ -22,9 +20,9 @@ struct TaskQueue::State : std::enable_shared_from_this<State> {
   void StartTaker(int node) {
     pool.Start([self = shared_from_this(), node] { self->Take(node); }, node);
   }
-  // Runs what waits for `node`, for a slice; without memory to queue for the next one, all of it.
+  // Runs what waits for `node`, for a slice.
   void Take(int node) {
-    auto end = std::chrono::steady_clock::now() + TaskPool::kSlice;
+    const auto end = std::chrono::steady_clock::now() + TaskPool::kSlice;
     while (true) {
       std::function<void()> task;
       {
@@ -46,8 +44,7 @@ struct TaskQueue::State : std::enable_shared_from_this<State> {
       if (std::chrono::steady_clock::now() < end) continue;
       // The next taker is queued in the pool behind the tasks of others. It has this one's place in
       // `takers`, which so stays as it is.
-      if (RunsInMemory([&] { StartTaker(node); })) return;
-      end += TaskPool::kSlice;
+      return StartTaker(node);
     }
   }
 
@@ -61,28 +58,17 @@ TaskQueue::TaskQueue(TaskPool& pool) : state_(std::make_shared<State>(pool)) {}
 
 void TaskQueue::Start(std::function<void()> task, int node) {
   const std::shared_ptr<State> state = state_;  // The task may own this queue, and end it.
-  {
-    MutexLock lock(state->mutex);
-    if (node == TaskPool::kAnyNode) {
-      node = state->next_node;
-      state->next_node = (node + 1) % static_cast<int>(state->nodes.size());
-    }
-    State::Node& of = state->nodes[node];
-    of.tasks.push_back(std::move(task));
-    // There is a taker for each thread, and none of them goes before it has seen the queue empty.
-    if (of.takers == state->pool.threads_of(node)) return;
-    // Under the lock, so that no other thread counts on a taker that then is not started.
-    if (RunsInMemory([&] { state->StartTaker(node); })) {
-      ++of.takers;
-      return;
-    }
-    if (of.takers > 0) return;  // Those who are there take it, too.
-    // Without a taker the queue was empty, so this is the only one. It is destroyed without the
-    // lock.
-    task = std::move(of.tasks.back());
-    of.tasks.pop_back();
+  MutexLock lock(state->mutex);
+  if (node == TaskPool::kAnyNode) {
+    node = state->next_node;
+    state->next_node = (node + 1) % static_cast<int>(state->nodes.size());
   }
-  throw std::bad_alloc();
+  State::Node& of = state->nodes[node];
+  of.tasks.push_back(std::move(task));
+  // There is a taker for each thread, and none of them goes before it has seen the queue empty.
+  if (of.takers == state->pool.threads_of(node)) return;
+  ++of.takers;
+  state->StartTaker(node);
 }
 
 }  // namespace ballast

@@ -1,4 +1,4 @@
-// The tasks of one job, which share the pool's threads fairly with those of others.
+// The tasks of one job, which share the pool's threads fairly with other jobs.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_QUEUE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_QUEUE_H_
 
@@ -9,9 +9,9 @@
 
 namespace ballast {
 
-// Tasks begin in the order of Start, as many at once as there are threads. However many wait, a
-// task of another queue waits for a slice of some milliseconds at most: the tasks stand in this
-// queue, and only the few threads that take them stand in the pool's.
+// Tasks begin in the order of Start, at most as many at once as there are threads. However many
+// wait, another queue's task waits at most for a slice of some milliseconds: tasks wait in this
+// queue, and only the few threads that take them wait in the pool's.
 //
 // Thread-safe. May be destroyed while tasks wait; they still run. The pool outlives them.
 class TaskQueue {
@@ -19,7 +19,6 @@ class TaskQueue {
   explicit TaskQueue(TaskPool& pool);
 
   // Runs `task`, which must not throw, on a worker, of `node` if given, soon; does not wait.
-  // Throws std::bad_alloc, and has done nothing then.
   void Start(std::function<void()> task, int node = TaskPool::kAnyNode);
 
  private:

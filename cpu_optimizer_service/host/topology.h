@@ -1,4 +1,4 @@
-// The processors that this process may use, by NUMA node, as hwloc finds them.
+// This process's usable processors by NUMA node, from hwloc.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TOPOLOGY_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TOPOLOGY_H_
 
@@ -13,20 +13,20 @@ struct NumaNode {
 };
 
 struct Topology {
-  std::vector<NumaNode> nodes;  // Those with a processor that we may use; never empty.
+  std::vector<NumaNode> nodes;  // Nodes with a usable processor; never empty.
 
   int processors() const;
 };
 
-// Found once, at the first call, which should not come from a thread that was bound to some of the
-// processors. Where hwloc finds nothing, one node of std::thread::hardware_concurrency.
+// Found once, at the first call, which should not come from a bound thread. If hwloc finds nothing:
+// one node of std::thread::hardware_concurrency.
 const Topology& MachineTopology();
 
-// How many of `threads` go to each node: in proportion to its processors, and at least one to each
-// of as many nodes as there are threads. Nodes at the end that get none are left out.
+// Divides `threads` among the nodes in proportion to their processors, with at least one for each
+// of as many nodes as there are threads. Leaves out nodes at the end without threads.
 std::vector<int> ThreadsPerNode(const Topology& topology, int threads);
 
-// Lets the calling thread run on these processors only. False if the system refuses.
+// Restricts the calling thread to these processors. False if the system refuses.
 bool BindThisThread(absl::Span<const int> processors);
 
 }  // namespace ballast

@@ -1,7 +1,7 @@
-// A timeline of some steps of a job: what happened to each chunk, when, and on which thread. Off
-// unless it is asked for; then each event costs two readings of the clock and a slot in a
-// table of bounded size. The clock is CLOCK_MONOTONIC, so that a worker on the same host can lay
-// its own timeline beside it.
+// A timeline of some steps of a job: the events of each chunk, with time and thread. Off unless
+// requested. Then each event costs two readings of the clock and a slot in a table of bounded size.
+// The clock is CLOCK_MONOTONIC, so that a worker on the same host can lay its own timeline beside
+// it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TRACE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TRACE_H_
 
@@ -17,7 +17,7 @@
 namespace ballast {
 
 enum class TraceEventKind : uint8_t {
-  kArrived,     // A contribution, from its coming to its being held (and added).
+  kArrived,     // A contribution, from its arrival until it is stored (and added).
   kSummed,      // The sums of squares of a chunk.
   kSpeculated,  // A provisional update, before the decision.
   kDecided,     // From the last seal to the decision; no chunk.
@@ -40,41 +40,41 @@ int64_t TraceNow();  // CLOCK_MONOTONIC in nanoseconds; never 0.
 
 struct Trace {
   std::vector<TraceEvent> events;    // By begin_ns.
-  uint64_t dropped_events = 0;       // That found no room.
+  uint64_t dropped_events = 0;       // Events without room.
   MemoryBudget::Reservation memory;  // For the events; the budget outlives it.
 };
 
-// Thread-safe. A step that is aborted and done again is recorded each time, under the same number:
-// a kBegun tells where an attempt starts.
+// Thread-safe. If a step is aborted and repeated, both are recorded under the same number: each
+// attempt starts with a kBegun.
 class TraceRecorder {
  public:
-  // Whether events of `step` are wanted. One relaxed load while nothing is being traced.
+  // Whether events of `step` are wanted. One relaxed load while there is no trace.
   bool wants(uint64_t step) const {
     const uint64_t first = first_step_.load(std::memory_order_relaxed);
     return first != 0 && step >= first && step <= last_step_.load(std::memory_order_relaxed);
   }
-  // The time now if events of `step` are wanted, or 0.
+  // The time now if events of `step` are wanted; else 0.
   int64_t Begin(uint64_t step) const { return wants(step) ? TraceNow() : 0; }
-  // Records an event that ends now, if it is wanted. Nothing if begin_ns is 0.
+  // Records an event that ends now, if it is wanted and begin_ns is not 0.
   void Record(TraceEventKind kind, uint64_t step, int chunk, int64_t begin_ns);
   // Records an instant without a chunk, if it is wanted.
   void Mark(TraceEventKind kind, uint64_t step);
 
-  // Weights of `step` wait to be sent: a kSent will follow, unless their stream ends.
+  // Weights of `step` wait to be sent: a kSent follows, unless their stream ends.
   void WillSend(uint64_t step) {
     if (wants(step) && step == last_step()) to_send_.fetch_add(1);
   }
-  // Whether all weights of the last step have gone: the last ones go after its commit.
+  // Whether all weights of the last step have been sent, which ends after its commit.
   bool all_sent() const { return sent_.load() >= to_send_.load(); }
 
   // From now on the events of steps [first_step, first_step + steps) are wanted, at most
-  // `max_events` of them. RESOURCE_EXHAUSTED if a trace is being taken already.
+  // `max_events` of them. RESOURCE_EXHAUSTED during another trace.
   absl::Status Start(uint64_t first_step, uint32_t steps, int64_t max_events);
   // Ends the trace and returns it; nothing is recorded afterwards.
   Trace Stop();
 
  private:
-  // Threads record into parts of their own, so that they do not wait for each other.
+  // Threads record into separate parts, so that they do not contend.
   static constexpr uint32_t kParts = 32;
   struct alignas(64) Part {
     Mutex mutex;
@@ -85,7 +85,7 @@ class TraceRecorder {
   uint64_t last_step() const { return last_step_.load(std::memory_order_relaxed); }
   void Add(const TraceEvent& event);
 
-  std::atomic<uint64_t> first_step_ = 0;  // 0: nothing is being traced.
+  std::atomic<uint64_t> first_step_ = 0;  // 0: no trace.
   std::atomic<uint64_t> last_step_ = 0;
   std::atomic<int64_t> room_ = 0;     // For how many more events.
   std::atomic<int64_t> to_send_ = 0;  // Of the last step, in its latest attempt.
@@ -94,7 +94,7 @@ class TraceRecorder {
   std::array<Part, kParts> parts_;
 };
 
-// Records an event that lasts as long as this does.
+// Records an event that spans this object's life.
 class TraceSpan {
  public:
   TraceSpan(TraceRecorder& recorder, TraceEventKind kind, uint64_t step, int chunk)

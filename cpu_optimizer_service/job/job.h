@@ -11,15 +11,16 @@
 //   stream->Contribute(...);  stream->EndMicroStep(...);  stream->Seal(1, 1);
 //   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
 //
-// Threads: everything is thread-safe; the calls on one RankStream come one at a time, and
-// Contribute adds the payload on the caller's thread. No call blocks, except for the lock and for
-// what each says of itself: calls that need the job to stand still (attaching, opening a stream,
-// snapshots, saving, loading) or something of a rank to end (discarding, stopping provisional
-// updates) take a Done and wait in the job's gate, not on their thread (pending.h). Their short
-// forms without a Done wait for it, and are for tests and for threads that may block. Updates, sums
-// of gradients in place, saving and loading run on the engine's threads. Listeners and Dones are
-// called from any thread, with no lock held; they must not block. A job is kept alive by shared_ptr
-// while a stream or a reader uses it.
+// Threads: everything is thread-safe. Calls on one RankStream come one at a time, and Contribute
+// adds the payload on the caller's thread. Calls block only for the lock, unless they say
+// otherwise. Some calls need the job to stand still (attaching, opening a stream, snapshots,
+// saving, loading), or wait for a rank's computations (discarding, stopping provisional updates).
+// They take a Done and wait in the job's gate, not on their thread (pending.h). Their short forms
+// without a Done block; they are for tests and for threads that may block.
+//
+// Updates, sums of gradients in place, saving and loading run on the engine's threads. Listeners
+// and Dones are called from any thread, without a lock, and must not block. Streams and readers
+// keep the job alive by shared_ptr.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 
@@ -51,7 +52,7 @@ namespace ballast {
 
 inline constexpr size_t kMaxProcessIdBytes = 256;
 
-// Who holds a rank: a process, in a generation.
+// The holder of a rank: a process, in a generation.
 struct RankHolder {
   int rank = 0;
   std::string process_id;
@@ -64,11 +65,11 @@ struct AttachRequest {
   std::string uid;                                  // Empty: not checked.
   std::optional<uint64_t> expected_committed_step;  // Absent: not checked.
   std::optional<JobSpec> spec;                      // Absent: not checked.
-  // For a stream that is to be reopened: ABORTED if the job's is another, or if another process has
-  // taken the rank. Without it, taking a taken rank raises the generation, and so does
-  // coming again to a step that the rank has begun.
+  // To reopen a stream: ABORTED if the job has another generation, or another process has taken the
+  // rank. Without it the generation rises if the rank is taken, or if the rank has begun the step.
   std::optional<Generation> generation;
-  // The process has held this rank before: FAILED_PRECONDITION if another has taken it since.
+  // The process has held this rank before. If another process has taken it since:
+  // FAILED_PRECONDITION.
   bool rejoin = false;
 };
 struct Attachment {
@@ -77,14 +78,13 @@ struct Attachment {
   bool awaiting_weights = false;
 };
 
-// What was saved or loaded.
+// A saved or loaded checkpoint.
 struct CheckpointInfo {
-  std::string
-      directory;  // Of the checkpoint; of a save that goes on in the background, its folder.
+  std::string directory;  // The checkpoint's; for a save in the background, its folder's.
   uint64_t step = 0;
-  Generation generation;                 // Of the job, after it.
+  Generation generation;                 // The job's, afterwards.
   int64_t size_bytes = 0;                // Saved; 0 after a load.
-  std::vector<std::string> passed_over;  // By a load: newer ones that are damaged, a line each.
+  std::vector<std::string> passed_over;  // At a load: newer damaged ones, a line each.
 };
 
 class Job : public std::enable_shared_from_this<Job> {
@@ -96,89 +96,88 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual const std::string& uid() const = 0;
   virtual const Derivation& derivation() const = 0;  // As created.
   virtual JobStatus Status() const = 0;
-  // What the decided steps were like (job_history.h). Does not take the job's lock.
+  // The history of decided steps (job_history.h). Does not take the job's lock.
   virtual HistoryView History(const HistoryQuery& query) const = 0;
-  // Where it is, as attaching returns it. Cheap, which Status is not: that copies all there is.
+  // Where the job stands, as returned by attaching. Cheap. Status is not cheap: it copies
+  // everything.
   virtual Attachment Position() const = 0;
-  // Whether anybody uses it. Cheap.
+  // Whether the job is in use. Cheap.
   struct Use {
     int streams = 0;  // Of ranks, open now.
-    // Rises whenever a rank attaches, opens or ends a stream or gives first weights, and whenever
-    // the job's state changes: a step is committed, a checkpoint loaded, a group updated.
+    // Rises whenever a rank attaches, opens or ends a stream or gives first weights. Rises also
+    // whenever the job's state changes: a step is committed, a checkpoint loaded, a group updated.
     uint64_t changes = 0;
     bool operator==(const Use&) const = default;
   };
   virtual Use use() const = 0;
 
-  // Takes a rank; see AttachWorker in ballast.proto. Waits for a decision and update under way.
+  // Takes a rank; see AttachWorker in jobs.proto. Waits for a decision and update in progress.
   virtual Pending Attach(AttachRequest request, Done<Attachment> done) = 0;
   absl::StatusOr<Attachment> Attach(const AttachRequest& request);
   // NOT_FOUND: another uid. ABORTED: another generation or process, found before any waiting.
-  // Replaces the rank's older stream, and waits until what that one is adding has been added.
+  // Replaces the rank's older stream, and waits until that one has finished adding.
   virtual Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
                              Done<std::unique_ptr<RankStream>> done) = 0;
   absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(const OpenStreamRequest& request,
                                                          std::shared_ptr<RankListener> listener);
 
-  // Memory that the rank's holder shares with this process: admitted first, then given. It is the
-  // rank's until it is dropped, another process takes the rank, the generation rises or the job is
-  // closed; should the step in progress still read gradients from it, until that is over. Giving
-  // replaces what was given before.
-  // RESOURCE_EXHAUSTED: the budget has no room.
+  // Memory that the rank's holder shares with this process: admitted first, then given. The rank
+  // has it until it is dropped, another process takes the rank, the generation rises or the job is
+  // closed. If the step in progress still reads gradients from it, it stays until that is over. A
+  // new one replaces the old one. RESOURCE_EXHAUSTED: the budget has no room.
   virtual absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) = 0;
   // ABORTED: another process holds the rank. FAILED_PRECONDITION: the rank is in the middle of a
-  // step. Waits for a decision and update under way, on the caller's thread.
+  // step. Waits for a decision and update in progress, on the caller's thread.
   virtual absl::Status GiveRankMemory(const RankHolder& holder,
                                       std::shared_ptr<const RankMemory> memory) = 0;
-  // Its process has let go of it. Nothing, if the rank has another by now.
+  // Its process has released it. No effect if the rank has another memory now.
   virtual void DropRankMemory(int rank, const RankMemory* memory) = 0;
 
-  // Who uploads a rank's first weights, and with which state.
+  // Uploads a rank's first weights, with a certain state.
   struct Uploader {
     Generation generation;
     std::string process_id;
-    uint64_t state = 0;    // A number of the job's.
-    uint64_t session = 0;  // And of the rank's.
+    uint64_t state = 0;    // The job's number for it.
+    uint64_t session = 0;  // The rank's number.
     bool moments = false;
   };
-  // Called before a rank's first weights, by every rank with the same state. FAILED_PRECONDITION:
-  // weights have arrived that came with another one. ABORTED: the holder has not the rank.
+  // Every rank calls it before its first weights, with the same state. FAILED_PRECONDITION: weights
+  // have arrived with another state. ABORTED: the holder does not have the rank.
   virtual absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder,
                                                      FirstState state) = 0;
-  // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere; with moments, as
-  // many of exp_avg, of exp_avg_sq and, with amsgrad, of max_exp_avg_sq behind them. The job is ready
-  // when every chunk has arrived; true then. Padding must be zero. ABORTED if an uploader is given
-  // that does not have the chunk's rank any more. FAILED_PRECONDITION: another rank has begun with another
-  // state since. What has arrived of a rank is forgotten when another process or session takes it, and
-  // of all ranks when the generation rises.
+  // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. With moments as
+  // many values of exp_avg, of exp_avg_sq and, with amsgrad, of max_exp_avg_sq follow. Padding must
+  // be zero. The job is ready when every chunk has arrived; then it returns true. ABORTED: an
+  // uploader is given that does not have the chunk's rank any more. FAILED_PRECONDITION: another
+  // rank has begun with another state since. If another process or session takes a rank, its
+  // weights are dropped; if the generation rises, all ranks' are.
   virtual absl::StatusOr<bool> WriteInitialWeights(
       int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
       const std::optional<Uploader>& uploader = std::nullopt) = 0;
 
-  // Planes of parameters are written between two steps, by all ranks alike: each begins its part,
-  // brings the chunks of its own that hold any of that, and ends it. Nothing shows before the last
-  // part has ended; then all of it is the committed state, and each Done is called with true. A rank
-  // that begins the next step before is refused. A part is given up when its Pending is cancelled,
-  // another process or session takes the rank, or the generation rises: ABORTED. There is no undo
-  // of the step before it afterwards.
-  // FAILED_PRECONDITION: another step, or another rank has begun the next one or writes something
-  // else (OTHER_SETTINGS). INVALID_ARGUMENT: what can never work; values that no update leaves.
-  // RESOURCE_EXHAUSTED: no memory for what is written, until all of it is there.
+  // Writes planes of parameters between two steps. All ranks write alike: each begins its part,
+  // sends its chunks that hold any of it, and ends it. Nothing shows before the last part has
+  // ended. Then the write is the committed state, and each Done gets true. If a rank begins the
+  // next step earlier, it is refused. A part is given up (ABORTED) if its Pending is cancelled,
+  // another process or session takes the rank, or the generation rises. The step before cannot be
+  // undone afterwards. FAILED_PRECONDITION: another step, or another rank has begun the next one or
+  // writes something else (OTHER_SETTINGS). INVALID_ARGUMENT: an invalid write; values that no
+  // update leaves. RESOURCE_EXHAUSTED: no memory for the values until all have arrived.
   struct StateWriter {
     int rank = 0;
-    uint64_t id = 0;  // 0: the write is the job's state already.
+    uint64_t id = 0;  // 0: the write is already the job's state.
   };
   virtual absl::StatusOr<StateWriter> BeginStateWrite(const RankHolder& holder,
                                                       StateWrite write) = 0;
-  // Of each of the planes chunk.elements fp32 values, in pieces cut anywhere.
+  // chunk.elements fp32 values for each of the planes, in pieces cut anywhere.
   virtual absl::Status WriteStateChunk(const StateWriter& writer, int64_t chunk,
                                        absl::Span<const absl::Span<const std::byte>> payload) = 0;
   virtual Pending EndStateWrite(const StateWriter& writer, Done<bool> done) = 0;
-  // Gives the part up, unless the write is the job's state by now.
+  // Gives the part up, unless the write is already the job's state.
   virtual void DropStateWrite(const StateWriter& writer) = 0;
-  // The same by an operator, of `number` 0 and without update counts, whatever the ranks do: the
-  // caller fills what is prepared, and it becomes the state once no step is in progress. Trainers
-  // have written weights with those of the next step. Done: the step that it follows.
+  // The same by an operator, with `number` 0 and without update counts, whatever the ranks do. The
+  // caller fills the prepared write, and it becomes the state once no step is in progress. Trainers
+  // get written weights with those of the next step. Done: the step before it.
   virtual absl::StatusOr<std::unique_ptr<StateWriting>> PrepareStateWrite(StateWrite write) = 0;
   virtual Pending CommitStateWrite(std::shared_ptr<StateWriting> writing, Done<uint64_t> done) = 0;
 
@@ -188,35 +187,34 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                                  absl::Span<std::byte> out) = 0;
 
-  // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for, and, while
-  // votes are awaited, every rank that has voted. The server calls it when the seal deadline has
-  // passed, and then again and again.
+  // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for. While
+  // votes are awaited, it tells every rank that has voted. The server calls it repeatedly after the
+  // seal deadline.
   virtual void TellWaiting() = 0;
-  // When the first rank sealed the step in progress (steady clock); nullopt: none has.
+  // The time since the first rank sealed the step in progress; nullopt: none has.
   virtual std::optional<double> SecondsSinceFirstSeal() const = 0;
 
-  // The aborted step. Raises the generation, so every rank attaches again and redoes the step; or
-  // decides it as a skip, if all have begun it and the job says so (OnAbort). FAILED_PRECONDITION if
-  // none has begun, or it is decided.
+  // Returns the aborted step. Raises the generation, so every rank attaches again and repeats the
+  // step. Or decides it as a skip, if all ranks have begun it and the job says so (OnAbort).
+  // FAILED_PRECONDITION if no step has begun, or it is decided.
   virtual Pending AbortStep(Done<uint64_t> done) = 0;
   absl::StatusOr<uint64_t> AbortStep();
-  // The undone step, the last committed one: state, update counts, hyper-parameters, the trainer's
-  // state and the recent steps are what they were before it, bit for bit; of a skipped step only its
-  // number and the latter three. What operators have changed of hyper-parameters since (UpdateGroup)
-  // stays. Raises the generation, so every rank attaches again and goes on from the step before. Waits
-  // for readers. FAILED_PRECONDITION if the job does not keep the previous version
-  // (JobSpec::keep_previous), a step is in progress, or there is no step to undo: one alone can be,
-  // and none that was committed before a load. A request that names the step and the generation that
-  // it goes back from may be repeated: what has been done is answered like the first time. Of a job
-  // that is elsewhere it is FAILED_PRECONDITION.
+  // Undoes the last committed step and returns its number. State, update counts, hyper-parameters,
+  // the trainer's state and the recent steps become those before it, bit for bit. For a skipped
+  // step only its number and the last three change. Later changes of hyper-parameters by operators
+  // (UpdateGroup) stay. Raises the generation, so every rank attaches again and continues from the
+  // step before. Waits for readers. FAILED_PRECONDITION: the job does not keep the previous version
+  // (JobSpec::keep_previous), a step is in progress, or no step can be undone. Only one step can be
+  // undone, and none from before a load. A request with step and generation may be repeated, and
+  // gets the same answer. If the job is at another step: FAILED_PRECONDITION.
   struct UndoRequest {
-    uint64_t step = 0;  // 0: whichever is the last.
+    uint64_t step = 0;  // 0: the last one, whichever it is.
     Generation generation;
   };
   virtual Pending UndoStep(UndoRequest request, Done<uint64_t> done) = 0;
   absl::StatusOr<uint64_t> UndoStep(const UndoRequest& request);
   absl::StatusOr<uint64_t> UndoStep() { return UndoStep(UndoRequest()); }
-  // From the next BeginStep on. Returns the values then in force.
+  // From the next BeginStep on. Returns the new values.
   virtual absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                                       const HyperParameterOverrides& changes) = 0;
 
@@ -224,40 +222,40 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) = 0;
   absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters);
 
-  // Writes a new checkpoint (checkpoint.h) of the committed step into a folder of them
-  // (checkpoint_folder.h), on threads of the engine's, while steps and everything else go on: chunks
-  // that are updated meanwhile go to second versions. Nothing is replaced; once it is complete, those
-  // of this job that are too many are deleted (CheckpointPolicy).
-  // If the budget has no room for those, the next decision waits for the save. Waits for an update
-  // that is running. Cancelled while it waits, or before its first byte, it frees what it has;
-  // later it goes on to its end.
-  // RESOURCE_EXHAUSTED: kMostSaves of the job are under way.
+  // Writes a new checkpoint (checkpoint.h) of the committed step into a folder
+  // (checkpoint_folder.h), on the engine's threads, while steps and everything else go on. Chunks
+  // that are updated meanwhile go to second versions. A save replaces nothing. Once it is complete,
+  // surplus checkpoints of this job are deleted (CheckpointPolicy). If the budget has no room for
+  // second versions, the next decision waits for the save. Waits for a running update. If it is
+  // cancelled while it waits, or before its first byte, it frees its memory; later it continues to
+  // its end. RESOURCE_EXHAUSTED: kMostSaves of the job are in progress.
   struct SaveRequest {
     std::string folder;
-    bool asked_for = true;    // False: the service saves by itself.
-    bool background = false;  // Done when the versions are pinned; a failure then only warns.
+    bool asked_for = true;    // False: a scheduled save.
+    bool background = false;  // Done when the versions are pinned; a later failure only warns.
   };
   virtual Pending Save(SaveRequest request, Done<CheckpointInfo> done) = 0;
   absl::StatusOr<CheckpointInfo> Save(const std::string& folder);
   // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
-  // a checkpoint's: that of `path`, or the newest good one in it (OpenNewest). Of the recent steps
-  // only its last one is known then. Runs on a thread of the engine's.
+  // a checkpoint's: that of `path`, or the newest undamaged one in it (OpenNewest). Then only its
+  // last step is in the recent steps. Runs on an engine's thread.
   struct LoadRequest {
     std::string path;
-    bool weights_only = false;  // Checkpoint::OpenWeights: the job begins anew with these weights.
+    bool weights_only = false;  // Checkpoint::OpenWeights: the job restarts with these weights.
   };
   virtual Pending Load(LoadRequest request, Done<CheckpointInfo> done) = 0;
   absl::StatusOr<CheckpointInfo> Load(const std::string& path, bool weights_only = false);
-  // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last
-  // of them is committed; with what there is when the job is closed, or once `still_wanted`, asked
-  // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken. Blocks its thread.
+  // Records a timeline of the next `steps` steps (trace.h), and returns it when the last of them is
+  // committed. It returns earlier, with the events so far, when the job is closed, or once
+  // `still_wanted`, called from time to time, returns false. RESOURCE_EXHAUSTED during another
+  // trace. Blocks its thread.
   virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
                                            const std::function<bool()>& still_wanted) = 0;
-  // For all that takes part in a step, to record what it does.
+  // For all code that takes part in a step.
   virtual TraceRecorder& trace() = 0;
-  // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
-  // for any world size, and unmoved by a skipped step. Waits for a decision and update under way,
-  // on the caller's thread. Empty if the job is closed or torn.
+  // SHA-256 in hex over the update counts and every element of every plane, by parameter. It is the
+  // same for any world size, and a skipped step does not change it. Waits for a decision and update
+  // in progress, on the caller's thread. Empty if the job is closed or torn.
   virtual std::string StateHash() = 0;
 };
 

@@ -6,8 +6,8 @@
 //   ... the caller is gone:
 //   pending.Cancel();
 //
-// The Done is called exactly once, with no lock held: before the call returns if nothing is in the
-// way, otherwise later, from any thread. It must not block.
+// The Done is called exactly once, without a lock: before the call returns if it need not wait,
+// otherwise later, from any thread. It must not block.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_PENDING_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_PENDING_H_
 
@@ -31,7 +31,7 @@ class Pending {
   explicit Pending(std::function<void()> cancel) : cancel_(std::move(cancel)) {}
 
   // If the call still waits for its turn, it is given up: its Done is called with CANCELLED, on
-  // this thread, and nothing of it happens. Otherwise does nothing. Thread-safe; may be repeated.
+  // this thread, and the call has no effect. Otherwise does nothing. Thread-safe; may be repeated.
   void Cancel() const {
     if (cancel_) cancel_();
   }

@@ -15,8 +15,8 @@
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/dtype.h"
-#include "cpu_optimizer_service/kernels/adam_redo.h"
 #include "cpu_optimizer_service/kernels/conversion-inl.h"
+#include "cpu_optimizer_service/kernels/redo_lane.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
@@ -130,20 +130,20 @@ HWY_INLINE void StoreMax(const AdamRun& run, size_t index, FloatVec v) {
 
 // The new values of one turn of two vectors, for a process that finishes it.
 template <bool kAmsgrad>
-HWY_INLINE void RecordTurn(const AdamRun& run, size_t index, AdamRedo& redo, FloatVec w0,
+HWY_INLINE void RecordTurn(const AdamRun& run, size_t index, RedoWriter& redo, FloatVec w0,
                            FloatVec w1, FloatVec m0, FloatVec m1, FloatVec v0, FloatVec v1) {
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
   RedoTurn& turn = redo.next();
-  hn::StoreU(w0, d, turn.planes[0]);
-  hn::StoreU(w1, d, turn.planes[0] + lanes);
-  hn::StoreU(m0, d, turn.planes[1]);
-  hn::StoreU(m1, d, turn.planes[1] + lanes);
-  hn::StoreU(v0, d, turn.planes[2]);
-  hn::StoreU(v1, d, turn.planes[2] + lanes);
+  hn::StoreU(w0, d, turn.plane(0));
+  hn::StoreU(w1, d, turn.plane(0) + lanes);
+  hn::StoreU(m0, d, turn.plane(1));
+  hn::StoreU(m1, d, turn.plane(1) + lanes);
+  hn::StoreU(v0, d, turn.plane(2));
+  hn::StoreU(v1, d, turn.plane(2) + lanes);
   if constexpr (kAmsgrad) {
-    hn::StoreU(MaxOf(run, index, v0), d, turn.planes[3]);
-    hn::StoreU(MaxOf(run, index + lanes, v1), d, turn.planes[3] + lanes);
+    hn::StoreU(MaxOf(run, index, v0), d, turn.plane(3));
+    hn::StoreU(MaxOf(run, index + lanes, v1), d, turn.plane(3) + lanes);
   }
   redo.Record(static_cast<int64_t>(2 * lanes));
 }
@@ -152,7 +152,7 @@ HWY_INLINE void RecordTurn(const AdamRun& run, size_t index, AdamRedo& redo, Flo
 // nullable.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard,
           bool kCareful>
-HWY_INLINE bool UpdateTurn(const AdamRun& r, size_t index, bool stream, AdamRedo* redo) {
+HWY_INLINE bool UpdateTurn(const AdamRun& r, size_t index, bool stream, RedoWriter* redo) {
   const FloatTag d;
   const size_t next = index + hn::Lanes(d);
   LargeMask large = hn::FirstN(hn::RebindToSigned<FloatTag>(), hn::Lanes(d));
@@ -198,7 +198,7 @@ HWY_INLINE size_t TurnElements() { return 2 * hn::Lanes(FloatTag()); }
 // A whole number of turns. A streamed shard is aligned to a vector. Whether to stream is asked in each turn: a
 // loop of its own for it would nearly double what is compiled, and is no faster.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard>
-HWY_NOINLINE void UpdateTurns(const AdamRun& run, bool stream, AdamRedo* redo) {
+HWY_NOINLINE void UpdateTurns(const AdamRun& run, bool stream, RedoWriter* redo) {
   constexpr size_t kPrefetchAhead = 512;
   constexpr size_t kPrefetchElements = 32;  // The elements in a line of 16-bit gradients.
   const AdamRun r = run;                    // A copy that no store can change.
@@ -222,7 +222,7 @@ HWY_NOINLINE void UpdateTurns(const AdamRun& run, bool stream, AdamRedo* redo) {
 
 // Less than a turn, in a padded copy, so that a tail needs no second version of the formula.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard>
-HWY_NOINLINE void UpdatePadded(const AdamRun& run, AdamRedo* redo) {
+HWY_NOINLINE void UpdatePadded(const AdamRun& run, RedoWriter* redo) {
   constexpr size_t kMaxTurn = 2 * hn::MaxLanes(FloatTag());
   const size_t elements = static_cast<size_t>(run.elements);
   const size_t bytes = elements * sizeof(float);
@@ -249,10 +249,10 @@ HWY_NOINLINE void UpdatePadded(const AdamRun& run, AdamRedo* redo) {
   UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(padded, /*stream=*/false, nullptr);
   if (redo != nullptr) {
     RedoTurn& turn = redo->next();
-    std::memcpy(turn.planes[0], master, bytes);
-    std::memcpy(turn.planes[1], exp_avg, bytes);
-    std::memcpy(turn.planes[2], exp_avg_sq, bytes);
-    if constexpr (kAmsgrad) std::memcpy(turn.planes[3], max_exp_avg_sq, bytes);
+    std::memcpy(turn.plane(0), master, bytes);
+    std::memcpy(turn.plane(1), exp_avg, bytes);
+    std::memcpy(turn.plane(2), exp_avg_sq, bytes);
+    if constexpr (kAmsgrad) std::memcpy(turn.plane(3), max_exp_avg_sq, bytes);
     redo->Record(run.elements);
   }
 
@@ -282,9 +282,9 @@ HWY_INLINE AdamRun Slice(AdamRun run, int64_t begin, int64_t elements) {
 
 // A padded head up to the first shard address that can be streamed to, whole turns, a padded tail.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard>
-void UpdateRun(const AdamRun& run, AdamRedo* redo) {
+void UpdateRun(const AdamRun& run, RedoWriter* redo) {
   const int64_t turn = static_cast<int64_t>(TurnElements());
-  if (redo != nullptr) Check(turn <= kRedoTurnElements, "a turn's record holds a turn");
+  if (redo != nullptr) Check(turn <= kUpdateTurnElements, "a turn's record holds a turn");
   const auto slice = Slice<kAmsgrad, kGradient, kHasShard, kShard>;
   int64_t head = 0;
   if constexpr (kHasShard) {
@@ -314,7 +314,7 @@ void UpdateRun(const AdamRun& run, AdamRedo* redo) {
 
 // The options are chosen here, one after another, above every loop.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient>
-void UpdateForShard(const AdamRun& run, AdamRedo* redo) {
+void UpdateForShard(const AdamRun& run, RedoWriter* redo) {
   if (run.shard == nullptr) {
     return UpdateRun<kDecay, kAmsgrad, kGradient, false, DType::kFloat32>(run, redo);
   }
@@ -329,7 +329,7 @@ void UpdateForShard(const AdamRun& run, AdamRedo* redo) {
 }
 
 template <WeightDecay kDecay, bool kAmsgrad>
-void UpdateForGradient(const AdamRun& run, AdamRedo* redo) {
+void UpdateForGradient(const AdamRun& run, RedoWriter* redo) {
   switch (run.gradient_dtype) {
     case DType::kBFloat16:
       return UpdateForShard<kDecay, kAmsgrad, DType::kBFloat16>(run, redo);
@@ -341,12 +341,12 @@ void UpdateForGradient(const AdamRun& run, AdamRedo* redo) {
 }
 
 template <WeightDecay kDecay>
-void UpdateForAmsgrad(const AdamRun& run, AdamRedo* redo) {
+void UpdateForAmsgrad(const AdamRun& run, RedoWriter* redo) {
   if (run.max_exp_avg_sq != nullptr) return UpdateForGradient<kDecay, true>(run, redo);
   return UpdateForGradient<kDecay, false>(run, redo);
 }
 
-HWY_NOINLINE void UpdateForDecay(const AdamRun& run, AdamRedo* redo) {
+HWY_NOINLINE void UpdateForDecay(const AdamRun& run, RedoWriter* redo) {
   switch (run.scalars.weight_decay_kind) {
     case WeightDecay::kNone:
       return UpdateForAmsgrad<WeightDecay::kNone>(run, redo);

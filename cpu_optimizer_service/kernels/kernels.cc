@@ -44,7 +44,7 @@ const std::vector<int64_t>& MachineTargets() {
 
 }  // namespace
 
-void UpdateAdam(const AdamRun& run, AdamRedo* redo) {
+void UpdateAdam(const AdamRun& run, RedoWriter* redo) {
   // Flushing cannot show in a result (adam.h), and spares the hardware's slow path for denormals.
   const ScopedFloatingPointMode mode(Denormals::kFlush);
   HWY_DYNAMIC_DISPATCH(UpdateForDecay)(run, redo);

@@ -14,13 +14,13 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
-#include "cpu_optimizer_service/kernels/adam_redo.h"
+#include "cpu_optimizer_service/kernels/redo_lane.h"
 
 namespace ballast {
 
 // UpdateAdamReference, vectorised. With `redo`, of an update in place, each turn is recorded before
 // its first store to the planes.
-void UpdateAdam(const AdamRun& run, AdamRedo* redo = nullptr);
+void UpdateAdam(const AdamRun& run, RedoWriter* redo = nullptr);
 
 // sums[b] = BlockSumOfSquaresReference of block b of `gradient`; sums.size() blocks.
 void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums);

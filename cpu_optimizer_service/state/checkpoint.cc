@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
@@ -37,8 +36,7 @@ absl::Status ForEach(int count, const std::function<absl::Status(int)>& work) {
   Progress& progress = Progress::OfThisThread();
   const auto help = [&] {
     const CountsIn here(progress);
-    for (int i = next++; i < count; i = next++)
-      statuses[i] = OrOutOfMemory([&] { return work(i); });
+    for (int i = next++; i < count; i = next++) statuses[i] = work(i);
   };
   std::vector<std::jthread> threads;
   for (int i = 1; i < std::min(count, kThreads); ++i) threads.emplace_back(help);
@@ -59,9 +57,9 @@ absl::StatusOr<SafetensorsFile> OpenFile(FileSystem& file_system, const std::str
   }
   BALLAST_RETURN_IF_ERROR(there.status());
   if ((*there)->size_bytes() != file.written.size_bytes) {
-    return absl::DataLossError(absl::StrCat(path, " has ", (*there)->size_bytes(), " bytes, and ",
-                                            file.written.size_bytes,
-                                            " were written; use another checkpoint"));
+    return absl::DataLossError(absl::StrCat(path, " has ", (*there)->size_bytes(),
+                                            " bytes, expected ", file.written.size_bytes,
+                                            "; use another checkpoint"));
   }
   return SafetensorsFile::Open(*std::move(there), path, most_bytes);
 }
@@ -72,15 +70,16 @@ absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
   // checksum, because other programs write checkpoints as well (ballast.torch.to_checkpoint).
   const bool squares = file.plane == Plane::kExpAvgSq || file.plane == Plane::kMaxExpAvgSq;
   BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
-                           opened.Examine(file.written.checksum.kind, /*negative_is_bad=*/squares));
-  if (contents.checksum != file.written.checksum) {
+                           opened.Examine(/*negative_is_bad=*/squares));
+  if (contents.crc32 != file.written.crc32) {
     return absl::DataLossError(
         absl::StrCat(path, " does not match the checksum in index.json; use another checkpoint"));
   }
   if (contents.bad.has_value()) {
-    return absl::DataLossError(absl::StrCat(
-        path, ": ", Name(file.plane), " of ", contents.bad->tensor, " is ", contents.bad->value,
-        " at element ", contents.bad->element, ", which no update leaves; use another checkpoint"));
+    return absl::DataLossError(
+        absl::StrCat(path, ": ", Name(file.plane), " of ", contents.bad->tensor, " is ",
+                     contents.bad->value, " at element ", contents.bad->element,
+                     ": an update never produces this; use another checkpoint"));
   }
   return absl::OkStatus();
 }
@@ -182,13 +181,13 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
     }
     // At least one was found, and each was damaged, so there is a first line.
     if (!gone) {
-      return absl::DataLossError(absl::StrCat("no checkpoint in ", path,
-                                              " can be loaded; of the newest: ", passed_over[0]));
+      return absl::DataLossError(absl::StrCat(
+          "no checkpoint in ", path, " can be loaded; the newest one fails: ", passed_over[0]));
     }
   }
   return absl::UnavailableError(
-      absl::StrCat(path, ": each checkpoint was deleted while it was read, ", kMostReads,
-                   " times; load it again when no save is under way"));
+      absl::StrCat(path, ": the checkpoint was deleted while it was read, ", kMostReads,
+                   " times in a row; load it again when no save is running"));
 }
 
 }  // namespace ballast

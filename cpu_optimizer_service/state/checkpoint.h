@@ -1,11 +1,11 @@
-// A checkpoint: a directory with safetensors files of each plane (master.safetensors, or
-// master-00001-of-00003.safetensors and so on; exp_avg, exp_avg_sq, and max_exp_avg_sq if a group
-// has amsgrad) and index.json, which holds the step, the generation, the groups' hyper-parameters,
-// the parameters' shapes and update counts, the trainer's state, the record of the last step, and
-// the size and CRC-32 of every file. Tensors are logical, by parameter name: they load onto any
-// world size.
+// A checkpoint: a directory with safetensors files of each plane and index.json. The planes are
+// master, exp_avg, exp_avg_sq, and max_exp_avg_sq if a group has amsgrad; a file is
+// master.safetensors, or master-00001-of-00003.safetensors and so on. The index has the step, the
+// generation, the groups' hyper-parameters, the parameters' shapes and update counts, the trainer's
+// state, the record of the last step, and the size and CRC-32 of every file. Tensors are logical,
+// by parameter name: they load onto any world size.
 //
-// Here it is read; checkpoint_writer.h writes one.
+// This reads a checkpoint; checkpoint_writer.h writes one.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_H_
 
@@ -26,17 +26,17 @@ namespace ballast {
 
 class Checkpoint {
  public:
-  // Reads the index and checks every file against it, several at once: sizes, checksums, and that
-  // all values are finite and none of exp_avg_sq negative. `most_bytes`: of the index, and of each
-  // file's header (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
+  // Reads the index and checks every file against it, several at once: sizes, checksums, finite
+  // values, no negative exp_avg_sq. `most_bytes`: of the index, and of each file's header
+  // (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
   static absl::StatusOr<Checkpoint> Open(FileSystem& file_system, const std::string& directory,
                                          int64_t most_bytes);
 
-  // Hugging Face's safetensors of weights alone: a file, or a directory with model.safetensors or
-  // with model.safetensors.index.json and the files that it names; in fp32, bf16 or fp16. `index`
-  // says what is wanted, without its files; all but the master weights are zeros. Tensors that are
-  // not wanted are left out. NOT_FOUND: nothing there. FAILED_PRECONDITION: a parameter is not in
-  // it, or has another shape. DATA_LOSS: damaged, or a weight is not finite.
+  // Hugging Face's safetensors with only weights, in fp32, bf16 or fp16: a file, or a directory
+  // with model.safetensors, or with model.safetensors.index.json and its files. `index` has the
+  // wanted parameters, without its files. All planes except the master weights are zeros. Other
+  // tensors are ignored. NOT_FOUND: nothing there. FAILED_PRECONDITION: a parameter is missing, or
+  // has another shape. DATA_LOSS: damaged, or a weight is not finite.
   static absl::StatusOr<Checkpoint> OpenWeights(FileSystem& file_system, const std::string& path,
                                                 CheckpointIndex index, int64_t most_bytes);
 
@@ -59,14 +59,14 @@ class Checkpoint {
 struct OpenedCheckpoint {
   Checkpoint checkpoint;
   std::string directory;
-  std::vector<std::string> passed_over;  // Newer ones that are damaged, and how: a line each.
-  CheckpointUses::Use use = nullptr;     // While it lives, nobody in this process deletes it.
+  std::vector<std::string> passed_over;  // Newer damaged ones, and their damage, one a line.
+  CheckpointUses::Use use = nullptr;     // During its life nobody in this process deletes it.
 };
-// Opens `path`, or, if it is a folder of checkpoints (checkpoint_folder.h), the newest that is not
-// damaged. What cannot be read, is no regular file, or was renamed counts as damaged. One of a newer
-// format, or without memory to read it, is an error, because to go on from an older one is then
-// somebody's choice. UNAVAILABLE: each was deleted while it was read. `uses`: of this process, where
-// it deletes checkpoints.
+// Opens `path`, or, if it is a folder of checkpoints (checkpoint_folder.h), the newest undamaged
+// one. An unreadable, irregular or renamed one counts as damaged. One of a newer format, or without
+// memory to read it, is an error, because resuming from an older one is the caller's choice.
+// UNAVAILABLE: each was deleted while it was read. `uses`: of this process, if it deletes
+// checkpoints.
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
                                             int64_t most_bytes, CheckpointUses* uses = nullptr);
 

@@ -129,7 +129,7 @@ std::optional<CheckpointFacts> CheckpointDirectory::NewestOf(const std::string& 
 std::string CheckpointDirectory::LastOf(const std::string& uid) const {
   const std::optional<CheckpointFacts> last = NewestOf(uid);
   if (!last.has_value()) return absl::StrCat("; ", path_, " has no checkpoint of it");
-  return absl::StrCat("; go on from its last checkpoint, ", ToString(*last), ": ",
+  return absl::StrCat("; resume from its last checkpoint, ", ToString(*last), ": ",
                       HowToResume(last->job));
 }
 
@@ -170,7 +170,7 @@ std::string ToString(const CheckpointFacts& facts) {
 
 std::string HowToResume(const std::string& job) {
   return absl::StrCat("start its workers with --resume=", job,
-                      ", or create it and run: ballast load ", job);
+                      ", or create it and run ballast load ", job);
 }
 
 }  // namespace ballast

@@ -1,5 +1,5 @@
-// The directory in which a service keeps the checkpoints of its jobs, each job's in a folder of its
-// name (checkpoint_folder.h); what is known to be there; and when the service saves by itself.
+// A service's directory of checkpoints, with a folder for each job's name (checkpoint_folder.h);
+// the known checkpoints in it; and the service's schedule of saves.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_DIRECTORY_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_DIRECTORY_H_
 
@@ -24,13 +24,13 @@ inline constexpr int kDefaultKeptCheckpoints = 3;
 struct CheckpointPolicy {
   uint64_t every_steps = 0;  // 0: not by steps.
   double every_seconds = 0;  // 0: not by time.
-  // How many of a job stay, as DeleteOlder has it: of those that the service saves by itself, and
-  // of those that calls ask for.
+  // How many of a job stay, as in DeleteOlder: of scheduled ones, and of requested ones.
   int keep = kDefaultKeptCheckpoints;
-  std::optional<int> keep_asked = std::nullopt;  // None: all, until they are deleted by a call.
+  std::optional<int> keep_asked = std::nullopt;  // Empty: all, until a call deletes them.
 
   bool saves() const { return every_steps > 0 || every_seconds > 0; }
-  // Whether a save is due after `step`, if `last_step` was saved, or was the first, so long ago.
+  // Whether a save is due after `step`, if `last_step` was saved, or was the first, so many seconds
+  // ago.
   bool IsDue(uint64_t step, uint64_t last_step, double seconds) const {
     if (step <= last_step) return false;
     return (every_steps > 0 && step / every_steps > last_step / every_steps) ||
@@ -38,14 +38,13 @@ struct CheckpointPolicy {
   }
 };
 
-// Thread-safe. Only Open and ForgetMissing read the disk, so that a disk that hangs holds up nobody
-// who asks.
+// Thread-safe. Only Open and ForgetMissing read the disk, so that a hanging disk delays no other
+// caller.
 class CheckpointDirectory {
  public:
-  // Makes the directory if need be, and tries there all that a save does, so that it is known now
-  // and not at the save. Looks which checkpoints there are. Errors are one line. `problem`: where
-  // given, for jobs that live already, it takes what was found, OK or why none can be saved now, and
-  // that is no error.
+  // Creates the directory if needed, and tries everything that a save does, so that errors show
+  // now. Finds existing checkpoints. Errors are one line. `problem`: for jobs that already live; it
+  // gets OK, or why jobs cannot be saved now, and then that is not an error.
   static absl::StatusOr<std::unique_ptr<CheckpointDirectory>> Open(
       FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy = {},
       absl::Status* problem = nullptr);
@@ -53,25 +52,25 @@ class CheckpointDirectory {
   const std::string& path() const { return path_; }  // Absolute.
   const CheckpointPolicy& policy() const { return policy_; }
   std::string PathOf(const std::string& job) const;
-  // "gpt/step-1000.2" of a checkpoint in one of its folders; of another, its path.
+  // "gpt/step-1000.2" for a checkpoint in one of its folders; the path for another.
   std::string NameOf(const std::string& directory) const;
 
-  // Of each folder the newest that was there at the start, or has been saved since.
+  // The newest of each folder, from the start or saved since.
   std::vector<CheckpointFacts> All() const;
-  // All that are known in the folder of a job, whichever job of that name they are of.
+  // All known ones in the folder of a job's name, including other jobs of that name.
   struct Total {
     int64_t checkpoints = 0;
     int64_t bytes = 0;
   };
   Total TotalOf(const std::string& job) const;
   std::optional<CheckpointFacts> Find(const std::string& job) const;
-  // Of the job with that uid, as All.
+  // For the job with that uid, as All.
   std::optional<CheckpointFacts> NewestOf(const std::string& uid) const;
-  // For a message on the job with that uid, which is lost: "; its last checkpoint is ...".
+  // For a message about the lost job with that uid: "; its last checkpoint is ...".
   std::string LastOf(const std::string& uid) const;
-  // A save has ended; nothing, if it was to another place.
+  // A save has ended; ignored if it was to another place.
   void Saved(const std::string& folder, const CheckpointFacts& facts);
-  // What is not there any more is not known any more. Reads the disk, without the lock.
+  // Drops missing ones. Reads the disk, without the lock.
   void ForgetMissing(FileSystem& file_system, const std::string& folder);
 
  private:
@@ -81,14 +80,14 @@ class CheckpointDirectory {
   const std::string path_;
   const CheckpointPolicy policy_;
   mutable Mutex mutex_;
-  // By folder's path: the newest first, those of the job (by uid) that saved last before all others;
-  // at least one.
+  // By folder's path, at least one: those of the job (by uid) that saved last come first, and
+  // within a job the newest.
   std::map<std::string, std::vector<CheckpointFacts>> known_ ABSL_GUARDED_BY(mutex_);
 };
 
 // "job gpt at step 61 in /saved/gpt/step-61.1".
 std::string ToString(const CheckpointFacts& facts);
-// How a job goes on from the checkpoint of its name: "start its workers with --resume=gpt, ...".
+// How a job resumes from the checkpoint of its name: "start its workers with --resume=gpt, ...".
 std::string HowToResume(const std::string& job);
 
 }  // namespace ballast

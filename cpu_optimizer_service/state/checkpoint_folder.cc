@@ -49,9 +49,8 @@ FoundCheckpoint Look(FileSystem& file_system, const std::string& directory) {
   const std::string name = std::filesystem::path(directory).filename().string();
   const std::string saved_as = VersionName(found.facts.step, found.facts.generation);
   if (IsVersionName(name) && name != saved_as && !absl::StartsWith(name, saved_as + ".")) {
-    found.problem =
-        absl::DataLossError(absl::StrCat(directory, " was renamed: its index says that it is ",
-                                         saved_as, "; give it that name again"));
+    found.problem = absl::DataLossError(
+        absl::StrCat(directory, " was renamed: its index calls it ", saved_as, "; rename it back"));
   }
   return found;
 }
@@ -114,10 +113,6 @@ absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_sy
   for (const std::string& name : names) {
     if (IsVersionName(name)) all.push_back(Look(file_system, In(folder, name)));
   }
-  // Of before there were versions.
-  if (file_system.Exists(IndexPath(folder))) {
-    all.push_back(Look(file_system, folder));
-  }
   Sort(all);
   return all;
 }
@@ -163,6 +158,9 @@ absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_sy
     return std::vector<FoundCheckpoint>{Look(file_system, path)};
   }
   absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, path);
+  if (all.ok() && all->empty() && file_system.Exists(IndexPath(path))) {
+    return std::vector<FoundCheckpoint>{Look(file_system, path)};
+  }
   if (absl::IsNotFound(all.status()) || (all.ok() && all->empty())) {
     return absl::NotFoundError(absl::StrCat("there is no checkpoint in ", path));
   }
@@ -188,11 +186,7 @@ std::vector<CheckpointFacts> DeleteOlder(FileSystem& file_system, CheckpointUses
   std::set<std::pair<uint64_t, uint64_t>> kept;
   for (const FoundCheckpoint& found : *all) {
     const CheckpointFacts& facts = found.facts;
-    // One in the old place is left to people.
-    if (!found.problem.ok() || facts.uid != uid || facts.asked_for != asked_for ||
-        facts.directory == folder) {
-      continue;
-    }
+    if (!found.problem.ok() || facts.uid != uid || facts.asked_for != asked_for) continue;
     const bool room = static_cast<int>(kept.size()) < keep;
     if (room && kept.emplace(facts.generation, facts.step).second) continue;
     // One that is read goes with the next save. Readers in another process that have its files open
@@ -227,9 +221,10 @@ absl::StatusOr<std::vector<FoundCheckpoint>> AskedForAt(FileSystem& file_system,
         path, ".GENERATION, or the job's uid"));
   }
   if (!found.empty()) return found;
-  return absl::NotFoundError(absl::StrCat(
-      "there is no checkpoint ", path, " that was asked for", uid.empty() ? "" : " of job ", uid,
-      "; name one whole to delete it (there are: ", absl::StrJoin(others, ", "), ")"));
+  return absl::NotFoundError(
+      absl::StrCat("there is no checkpoint ", path, uid.empty() ? "" : " of job ", uid,
+                   " that a call saved; to delete another one, give its full name (there are: ",
+                   absl::StrJoin(others, ", "), ")"));
 }
 
 }  // namespace
@@ -258,7 +253,7 @@ absl::StatusOr<std::vector<FoundCheckpoint>> DeleteCheckpoints(FileSystem& file_
     if (held.back() != nullptr) continue;
     return absl::FailedPreconditionError(
         absl::StrCat(each.facts.directory,
-                     " is in use: it is loaded, verified or deleted; delete it when that has ended "
+                     " is being loaded, verified or deleted; delete it when that has ended "
                      "(ballast jobs shows it)"));
   }
   for (const FoundCheckpoint& each : found) {

@@ -1,14 +1,12 @@
-// A folder of checkpoints, such as DIR/JOB: each is a directory in it, of a name as
-// common/text/checkpoint_name.h has them. None ever takes another's place.
+// A folder of checkpoints, such as DIR/JOB: each is a directory in it, named as in
+// common/text/checkpoint_name.h. A checkpoint never replaces another.
 //
 //   DIR/gpt/step-1000.1/index.json, master.safetensors, ...
 //   DIR/gpt/step-2000.1/
-//   DIR/gpt/step-3000.1.partial-4a5b...   being written, or left by a process that was killed
-//   DIR/gpt/latest                        "step-2000.1": a hint for people, which nothing here reads
+//   DIR/gpt/step-3000.1.partial-4a5b...   being written, or left by a killed process
+//   DIR/gpt/latest                        "step-2000.1": a hint for people; no code reads it
 //
-// Before there were versions, DIR/JOB was itself a checkpoint; such a one counts as the oldest.
-//
-// Thread-safe, as the disk is: others may write and delete there meanwhile.
+// Thread-safe, as the disk is: other processes may write and delete there meanwhile.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOLDER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOLDER_H_
 
@@ -28,51 +26,50 @@ namespace ballast {
 
 // VERSION.partial-RANDOM: a checkpoint that is being written or deleted.
 inline constexpr char kPartialSuffix[] = ".partial-";
-// An index that is larger is not looked at where no job says how large it may be. Files there are
-// the operator's own.
+// If no job gives the limit, a larger index is not read. Files there are the operator's own.
 inline constexpr int64_t kMostForeignIndexBytes = int64_t{256} << 20;
 
 struct FoundCheckpoint {
-  CheckpointFacts facts;  // Where there is a problem, only the directory may be known.
-  absl::Status problem;   // Why it cannot be loaded, as far as the index tells.
+  CheckpointFacts facts;  // With a problem, perhaps only the directory is known.
+  absl::Status problem;   // Why it cannot be loaded, as far as the index shows.
 };
-// What is in the folder. First the job (by uid) that saved last; of a job the newest first, by
-// generation and step; at the end those of which nothing is known. NOT_FOUND: no such folder.
+// The checkpoints in the folder. The job (by uid) that saved last comes first; within a job the
+// newest by generation and step; unknown ones last. NOT_FOUND: the folder is missing.
 absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_system,
                                                              const std::string& folder);
-// The same of `path`, which may also be one of the checkpoints in a folder, or FOLDER/step-STEP: all
-// of that step. NOT_FOUND if there is none.
+// The same for `path`. It may also be a checkpoint in a folder, a moved one, or FOLDER/step-STEP:
+// all of that step. NOT_FOUND if there is none.
 absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
                                                              const std::string& path);
 
-// The highest saved_unix_ms there, but one less than there can be; 0: there is none.
+// The highest saved_unix_ms there, below the maximal number; 0: there is none.
 int64_t LastSaved(FileSystem& file_system, const std::string& folder);
 
-// Deletes the job's checkpoints but the newest `keep` of those that are `asked_for`, or of those
-// that are not; and of the same step and generation all but the newest. Returns those. No error:
-// what is read, or cannot be deleted, stays.
+// Deletes the job's checkpoints except the newest `keep` of those that are `asked_for`, or of those
+// that are not. Of the same step and generation it keeps only the newest. Returns the deleted ones.
+// Checkpoints in use, or that cannot be deleted, stay, without an error.
 std::vector<CheckpointFacts> DeleteOlder(FileSystem& file_system, CheckpointUses& uses,
                                          const std::string& folder, const std::string& uid,
                                          bool asked_for, int keep);
-// Deletes FOLDER/step-STEP.GENERATION, whatever is known against it; or of FOLDER/step-STEP those
-// that were asked for. With a `uid` those of that job alone. Returns those. NOT_FOUND: there is
-// none. INVALID_ARGUMENT: another path. FAILED_PRECONDITION, and nothing is deleted: one is read, or
-// they are of several jobs.
+// Deletes FOLDER/step-STEP.GENERATION, also if it is damaged; or the requested ones of
+// FOLDER/step-STEP. With a `uid` only those of that job. Returns the deleted ones. NOT_FOUND: there
+// is none. INVALID_ARGUMENT: another path. FAILED_PRECONDITION, and nothing is deleted: one is in
+// use, or they belong to several jobs.
 absl::StatusOr<std::vector<FoundCheckpoint>> DeleteCheckpoints(FileSystem& file_system,
                                                                CheckpointUses& uses,
                                                                const std::string& path,
                                                                const std::string& uid);
-// Removes what killed processes left half written or half deleted: of checkpoints, or of what is
-// called `name`.
+// Removes half written or half deleted directories of killed processes: of checkpoints, or with the
+// given `name`.
 void RemoveLeftovers(FileSystem& file_system, const std::string& folder,
                      absl::string_view name = "");
 
-// PATH.partial-RANDOM, which nobody else has.
+// PATH.partial-RANDOM, a unique name.
 std::string PartialPath(const std::string& path);
-// The same, made and locked, so that nobody takes it for what a killed process left.
+// The same, created and locked, so that it is not mistaken for a killed process's.
 struct Partial {
   std::string path;
-  std::shared_ptr<const void> lock;  // Null: nothing can be locked there, and nothing is removed.
+  std::shared_ptr<const void> lock;  // Null: locks do not work there, and nothing is removed.
 };
 absl::StatusOr<Partial> MakePartial(FileSystem& file_system, const std::string& path);
 

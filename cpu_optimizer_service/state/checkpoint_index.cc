@@ -20,8 +20,8 @@ using nlohmann::json;
 
 constexpr char kFormat[] = "ballast-checkpoint";
 constexpr char kSuffix[] = ".safetensors";
-// 1 had one file for each plane, and no generation; 1 and 2 had SHA-256 as their files' checksums.
-constexpr int kVersion = 3;
+// Of all that ToJson writes.
+constexpr int kVersion = 1;
 
 bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
   for (const CheckpointIndex::Group& candidate : index.groups) {
@@ -42,15 +42,9 @@ std::string Digest(json index) {
 }
 
 json ToJson(const HyperParameters& values) {
-  return {{"lr", values.lr},
-          {"beta1", values.beta1},
-          {"beta2", values.beta2},
-          {"eps", values.eps},
-          {"weight_decay", values.weight_decay},
-          {"decoupled_weight_decay", values.decoupled_weight_decay},
-          {"bias_correction", values.bias_correction},
-          {"amsgrad", values.amsgrad},
-          {"maximize", values.maximize}};
+  json result;
+  ForEachHyperParameter([&](const char* name, auto value) { result[name] = value; }, values);
+  return result;
 }
 
 // JSON has no word for what is not finite.
@@ -86,15 +80,8 @@ json ToJson(const std::optional<StepRecord>& record) {
 
 HyperParameters HyperParametersFromJson(const json& values) {
   HyperParameters result;
-  values.at("lr").get_to(result.lr);
-  values.at("beta1").get_to(result.beta1);
-  values.at("beta2").get_to(result.beta2);
-  values.at("eps").get_to(result.eps);
-  values.at("weight_decay").get_to(result.weight_decay);
-  values.at("decoupled_weight_decay").get_to(result.decoupled_weight_decay);
-  values.at("bias_correction").get_to(result.bias_correction);
-  values.at("amsgrad").get_to(result.amsgrad);
-  values.at("maximize").get_to(result.maximize);
+  ForEachHyperParameter([&](const char* name, auto& value) { values.at(name).get_to(value); },
+                        result);
   return result;
 }
 
@@ -106,14 +93,11 @@ std::optional<StepRecord> RecordFromJson(const json& text, uint64_t step) {
   text.at("applied").get_to(record.outcome.decision.apply);
   record.outcome.decision.norm = DoubleFromJson(text.at("norm"));
   record.outcome.decision.clip_coefficient = DoubleFromJson(text.at("clip_coefficient"));
-  // Older checkpoints have neither these multipliers nor the vote.
-  if (text.contains("voted")) {
-    text.at("multipliers").get_to(record.outcome.decision.multipliers);
-    const json& voted = text.at("voted");
-    voted.at("abandon").get_to(record.abandoned);
-    voted.at("max_norm").get_to(record.voted.max_norm);
-    voted.at("multipliers").get_to(record.voted.multipliers);
-  }
+  text.at("multipliers").get_to(record.outcome.decision.multipliers);
+  const json& voted = text.at("voted");
+  voted.at("abandon").get_to(record.abandoned);
+  voted.at("max_norm").get_to(record.voted.max_norm);
+  voted.at("multipliers").get_to(record.voted.multipliers);
   text.at("skip_reason").get_to(record.outcome.skip_reason);
   text.at("unused_parameters").get_to(record.outcome.unused_parameters);
   text.at("micro_steps").get_to(record.micro_steps);
@@ -134,7 +118,7 @@ bool LastStepIsSane(const CheckpointIndex& index) {
   const StepRecord& last = *index.last_step;
   const std::vector<float>& multipliers = last.outcome.decision.multipliers;
   return last.hyper_parameters.size() == index.groups.size() &&
-         // Skipped steps have none, and neither have older checkpoints.
+         // Skipped steps have none.
          (multipliers.empty() || multipliers.size() == index.groups.size()) &&
          Validate(last.voted, static_cast<int>(index.groups.size())).ok() &&
          last.outcome.unused_parameters.size() <= kRecordedNames;
@@ -186,7 +170,7 @@ json ToJson(const CheckpointIndex& index) {
     files.push_back({{"plane", Name(file.plane)},
                      {"name", file.name},
                      {"size_bytes", file.written.size_bytes},
-                     {Name(file.written.checksum.kind), file.written.checksum.hex}});
+                     {"crc32", file.written.crc32}});
     size_bytes += file.written.size_bytes;
   }
   return {{"format", kFormat},
@@ -206,27 +190,15 @@ json ToJson(const CheckpointIndex& index) {
 }
 
 // Throws json::exception where a field is absent or of another type.
-WrittenFile WrittenFromJson(const json& file) {
-  const ChecksumKind kind =
-      file.contains(Name(ChecksumKind::kCrc32)) ? ChecksumKind::kCrc32 : ChecksumKind::kSha256;
-  return {.size_bytes = Count(file.at("size_bytes")),
-          .checksum = {.kind = kind, .hex = file.at(Name(kind))}};
-}
-
-// Throws json::exception where a field is absent or of another type.
 std::vector<CheckpointIndex::File> FilesFromJson(const json& text, absl::Span<const Plane> planes) {
   std::vector<CheckpointIndex::File> files;
   for (const Plane plane : planes) {
-    const std::string plane_name(Name(plane));
-    if (text.is_object()) {  // Version 1.
-      const json& file = text.at(plane_name);
-      files.push_back(
-          {.plane = plane, .name = plane_name + kSuffix, .written = WrittenFromJson(file)});
-      continue;
-    }
     for (const json& file : text) {
-      if (file.at("plane") != plane_name) continue;
-      files.push_back({.plane = plane, .name = file.at("name"), .written = WrittenFromJson(file)});
+      if (file.at("plane").get<std::string>() != Name(plane)) continue;
+      files.push_back(
+          {.plane = plane,
+           .name = file.at("name"),
+           .written = {.size_bytes = Count(file.at("size_bytes")), .crc32 = file.at("crc32")}});
     }
   }
   return files;
@@ -238,12 +210,12 @@ CheckpointIndex IndexFromJson(const json& text) {
   text.at("job").get_to(index.job);
   text.at("uid").get_to(index.uid);
   index.step = static_cast<uint64_t>(Count(text.at("step")));
-  index.generation = text.value("generation", uint64_t{0});
-  index.saved_unix_ms = text.value("saved_unix_ms", int64_t{0});
-  index.asked_for = text.value("asked_for", false);
+  text.at("generation").get_to(index.generation);
+  text.at("saved_unix_ms").get_to(index.saved_unix_ms);
+  text.at("asked_for").get_to(index.asked_for);
   // ReadIndex looks at the text itself whether it is hexadecimal.
-  index.trainer_state = absl::HexStringToBytes(text.value("trainer_state", ""));
-  index.last_step = RecordFromJson(text.value("last_step", json()), index.step);
+  index.trainer_state = absl::HexStringToBytes(text.at("trainer_state").get<std::string>());
+  index.last_step = RecordFromJson(text.at("last_step"), index.step);
   for (const json& group : text.at("groups")) {
     index.groups.push_back(
         {.name = group.at("name"),
@@ -272,8 +244,8 @@ absl::StatusOr<std::string> ReadText(FileSystem& file_system, const std::string&
   BALLAST_RETURN_IF_ERROR(file.status());
   if ((*file)->size_bytes() > most_bytes) {
     return absl::FailedPreconditionError(
-        absl::StrCat(path, " has ", (*file)->size_bytes(), " bytes, where at most ", most_bytes,
-                     " are expected: it is of another job, or no index"));
+        absl::StrCat(path, " has ", (*file)->size_bytes(), " bytes, expected at most ", most_bytes,
+                     ": it belongs to another job, or is not an index"));
   }
   std::string text((*file)->size_bytes(), '\0');
   BALLAST_RETURN_IF_ERROR(
@@ -288,10 +260,9 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
   const json version = index.value("version", json());
   // Not damage, so that OpenNewest does not pass over it: to go on from an older checkpoint is
   // somebody's choice.
-  if (!version.is_number_unsigned() || version.get<uint64_t>() < 1 ||
-      version.get<uint64_t>() > kVersion) {
+  if (version != kVersion) {
     return absl::FailedPreconditionError(
-        absl::StrCat(path, " has format version ", version.dump(), ", this service reads 1 to ",
+        absl::StrCat(path, " has format version ", version.dump(), ", but this service reads ",
                      kVersion, "; load it with a newer ballastd, or name an older checkpoint"));
   }
   return absl::OkStatus();

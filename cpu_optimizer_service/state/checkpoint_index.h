@@ -1,5 +1,6 @@
-// The index of a checkpoint: index.json, which says what the checkpoint is, and names its files with
-// their checksums. It is written last, and has a checksum of its own.
+// The index of a checkpoint: index.json, which describes the checkpoint and lists its files with
+// their checksums. It is written last, and has its own checksum. Its version is a format of
+// cpu_optimizer_service/README.md, "Formats".
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_INDEX_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_INDEX_H_
 
@@ -38,29 +39,27 @@ struct CheckpointIndex {
   std::string job;
   std::string uid;
   uint64_t step = 0;
-  // Of the job when it was saved; 0 in older checkpoints, as the next two.
-  uint64_t generation = 0;
+  uint64_t generation = 0;    // The job's, at the save.
   int64_t saved_unix_ms = 0;  // When the save began.
-  bool asked_for = false;     // A user asked for the save; else the service made it by itself.
+  bool asked_for = false;     // A user requested the save; false: a scheduled one.
   std::string trainer_state;  // Any bytes.
-  // Of `step`, without its counts of speculation; hyper-parameters and multipliers in the order of
-  // `groups`. Absent before the first step, and, as the trainer's state, in older checkpoints; its
-  // multipliers and what was voted are absent in some that have it.
+  // That of `step`, without its counts of speculation; hyper-parameters and multipliers in the
+  // order of `groups`. Absent before the first step.
   std::optional<StepRecord> last_step;
   std::vector<Group> groups;
   std::vector<Parameter> parameters;
   std::vector<File> files;
-  std::string sha256;  // Of an index that was read, its own.
+  std::string sha256;  // An index that was read: its checksum.
 };
 
 std::string IndexPath(const std::string& directory);
 
-// The planes that a checkpoint has, and the parameters, by index, that have a plane.
+// A checkpoint's planes, and the indices of the parameters with a plane.
 std::vector<Plane> PlanesOf(const CheckpointIndex& index);
 std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane);
 
-// A file that is to be written: whole tensors of a plane, in order. A new one begins where one has
-// `most_bytes`, so that several threads write and none has much more to do than the others.
+// A file to be written: whole tensors of a plane, in order. A new one begins when one has
+// `most_bytes`, so that several threads write about equally much.
 struct CheckpointPart {
   Plane plane = Plane::kMaster;
   std::string name;  // master.safetensors, or master-00001-of-00003.safetensors.
@@ -70,19 +69,19 @@ struct CheckpointPart {
 inline constexpr int64_t kPartBytes = int64_t{1} << 30;
 std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes = kPartBytes);
 
-// More than an index or a header of such a job's checkpoint takes. What is larger is of another job
-// or damaged, and is not read: its text takes many times its size in memory.
+// More than an index or a header of such a job's checkpoint needs. A larger one is another job's or
+// damaged, and is not read: its text takes many times its size in memory.
 int64_t MostIndexBytes(const JobSpec& spec);
 
-// As it is written, with its checksum.
+// The written form, with its checksum.
 std::string ToText(const CheckpointIndex& index);
 
 // NOT_FOUND: no checkpoint there. DATA_LOSS: damaged. FAILED_PRECONDITION: larger than `most_bytes`
-// or of another format. Nothing but the index is looked at.
+// or of another format. Reads only the index.
 absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::string& directory,
                                           int64_t most_bytes);
 
-// What a checkpoint is, in short.
+// A checkpoint's summary.
 struct CheckpointFacts {
   std::string directory;
   std::string job;
@@ -90,10 +89,10 @@ struct CheckpointFacts {
   uint64_t step = 0;
   uint64_t generation = 0;
   int64_t saved_unix_ms = 0;
-  int64_t size_bytes = 0;  // Of all files but the index; 0 in older checkpoints.
+  int64_t size_bytes = 0;  // Of all files except the index.
   bool asked_for = false;
 };
-// As ReadIndex, for less, and without the checksum.
+// As ReadIndex, but cheaper, and without the checksum.
 absl::StatusOr<CheckpointFacts> ReadCheckpointFacts(FileSystem& file_system,
                                                     const std::string& directory,
                                                     int64_t most_bytes);

@@ -1,4 +1,4 @@
-// Which checkpoints are read, so that none of them is deleted meanwhile.
+// Which checkpoints are being read, so that they are not deleted meanwhile.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_USES_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_USES_H_
 
@@ -10,16 +10,16 @@
 
 namespace ballast {
 
-// Of one process. Thread-safe; reads no disk, so that one that hangs holds up nobody here. It
-// outlives what its calls return.
+// For one process. Thread-safe. It reads no disk, so a hanging disk blocks no caller. It outlives
+// the results of its calls.
 class CheckpointUses {
  public:
-  // Until it, and all copies, are gone.
+  // Until it and all copies are gone.
   using Use = std::shared_ptr<const void>;
 
   // Null: the directory is being deleted.
   Use Read(const std::string& directory);
-  // Null: it is read, or being deleted.
+  // Null: it is in use, or being deleted.
   Use Delete(const std::string& directory);
 
  private:
@@ -27,7 +27,7 @@ class CheckpointUses {
 
   Mutex mutex_;
   std::map<std::string, int> users_
-      ABSL_GUARDED_BY(mutex_);  // How many read it; -1: it is deleted.
+      ABSL_GUARDED_BY(mutex_);  // The number of readers; -1: being deleted.
 };
 
 }  // namespace ballast

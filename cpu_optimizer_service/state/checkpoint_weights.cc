@@ -107,8 +107,8 @@ absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, cons
     }
     if (entry == nullptr) {
       return absl::FailedPreconditionError(
-          absl::StrCat(path, " has no weights of ", parameter.name,
-                       " in fp32, bf16 or fp16; give the job the names that they have there"));
+          absl::StrCat(path, " has no fp32, bf16 or fp16 weights of ", parameter.name,
+                       "; give the job's parameters the names in that file"));
     }
     if (entry->shape != parameter.shape) {
       return absl::FailedPreconditionError(

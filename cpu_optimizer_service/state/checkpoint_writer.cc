@@ -48,8 +48,9 @@ absl::Status CheckpointWriter::Begin() {
   // Made anew, it would be on another disk than the one that is not mounted any more.
   const std::string parent = folder.parent_path().string();
   if (!parent.empty() && !file_system_.Exists(parent)) {
-    return absl::NotFoundError(absl::StrCat("there is no directory ", parent,
-                                            " to save in; make it, or mount what it was on"));
+    return absl::NotFoundError(
+        absl::StrCat("the directory ", parent,
+                     " to save in does not exist; create it, or mount its file system"));
   }
   BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(target_.folder));
   // Before anything is written, because leftovers take room that this save may need.

@@ -1,5 +1,5 @@
-// Writes a checkpoint (checkpoint.h) whole or not at all into a folder of them
-// (checkpoint_folder.h), its files by several threads at once.
+// Writes a complete checkpoint (checkpoint.h), or nothing, into a folder (checkpoint_folder.h).
+// Several threads write its files.
 //
 //   CheckpointWriter writer(file_system, {.folder = "/saved/gpt"}, index);
 //   absl::Status status = writer.Begin();
@@ -8,9 +8,9 @@
 //   ... then, once:
 //   writer.Finish(status)  // The first error of all of them.
 //
-// Files are written to a directory beside the checkpoint's, VERSION.partial-RANDOM, then the index,
-// then the directory gets its name by one plain rename. One that a killed process left is removed
-// by the next save there.
+// Files are written to a directory beside the checkpoint's, VERSION.partial-RANDOM. Then come the
+// index, and one plain rename to the final name. The next save removes a killed process's
+// directory.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_WRITER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_WRITER_H_
 
@@ -37,25 +37,25 @@ using PlaneReader =
 class CheckpointWriter {
  public:
   struct Target {
-    std::string folder;  // Its parent must be there.
+    std::string folder;  // Its parent must exist.
     int64_t part_bytes = kPartBytes;
   };
 
-  // Touches nothing yet. The index is without files.
+  // Touches no file yet. The index is without files.
   CheckpointWriter(FileSystem& file_system, Target target, CheckpointIndex index);
 
-  // INVALID_ARGUMENT for a folder that cannot be one. NOT_FOUND: its parent is gone.
+  // INVALID_ARGUMENT for an invalid folder. NOT_FOUND: its parent is gone.
   absl::Status Begin();
   int parts() const { return static_cast<int>(parts_.size()); }
   absl::Status WritePart(int part, PlaneReader read);
-  // Writes the index and gives the checkpoint its name, or, with an error, removes what there is.
-  // Once it is there, no error of cleaning up is one of the save.
+  // Writes the index and renames the checkpoint; after an error, removes all its files. Once the
+  // checkpoint exists, errors of cleaning up do not fail the save.
   absl::StatusOr<CheckpointFacts> Finish(absl::Status status);
 
   const std::string& folder() const { return target_.folder; }
   const CheckpointIndex& index() const { return index_; }
 
-  // Of the planes, which Begin and WritePart count in the thread's Progress.
+  // The planes' size; Begin and WritePart count it in the thread's Progress.
   int64_t size_bytes() const { return size_bytes_; }
 
  private:

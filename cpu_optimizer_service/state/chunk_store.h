@@ -1,16 +1,16 @@
 // The state of a job: versioned chunks in slots.
 //
-// A chunk's planes lie in a slot; a table maps the chunk to its slot and to the step that it stands
-// at. An update asks where to write: in place, or, if a reader has pinned the chunk or the caller
-// wants it so, into a fresh slot. Publishing is one switch of the table entry.
+// A chunk's planes lie in a slot. A table maps the chunk to its slot and its step. An update asks
+// where to write: in place, or into a fresh slot, if a reader has pinned the chunk or the caller
+// wants it. Publishing is one switch of the table entry.
 //
-// In named memory the table is, too: one word a chunk, with its slot and its step, stored after the
-// planes. A process that finds the memory of another has that one's published versions; every slot
-// that no word names is free. A word is stored before a slot that it no longer names is used again.
+// In named memory the table is there, too: one word a chunk, with its slot and its step, stored
+// after the planes. A process that takes over the memory has the published versions; every slot
+// without a word is free. A word is stored before a slot that it no longer names is reused.
 //
-// A store that keeps previous versions has, of each chunk, the version before the published one, too:
-// an update goes where that lies, and what was published becomes the previous version. SwitchBack
-// publishes it again. It has a word of its own in the table.
+// A store with previous versions also has each chunk's version before the published one. An update
+// overwrites the previous version, and the published one becomes the previous version. SwitchBack
+// publishes it again. It has its own word in the table.
 //
 // Thread-safe, with one writer per chunk at a time.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
@@ -53,14 +53,13 @@ class ChunkPin {
   ChunkVersion* version_ = nullptr;
 };
 
-// kInPlaceIfFree: where previous versions are kept, in the place of the chunk's previous one; then
-// the chunk has none until Publish. kInPlace: although a reader has it pinned, or it has moved out of
-// its place for a while.
+// kInPlaceIfFree: with previous versions, in place of the chunk's previous one; then the chunk has
+// none until Publish. kInPlace: even if a reader has it pinned, or it is temporarily elsewhere.
 enum class Destination : uint8_t { kInPlaceIfFree, kFresh, kInPlace };
 
 class ChunkStore {
  public:
-  // Slots that nobody has but a Pin to come. Outlived by its store.
+  // Slots reserved for a later Pin. Outlived by its store.
   class Room {
    public:
     ~Room();
@@ -79,38 +78,39 @@ class ChunkStore {
     std::vector<int> planes;
     // Also allocates a second slot for each chunk, so that fresh versions need no further memory.
     bool second_versions = false;
-    // Keeps the version before the published one, of each chunk, in a slot more.
+    // Keeps each chunk's version before the published one, in a further slot.
     bool keep_previous = false;
-    // Slots beyond one per chunk come out of this budget when they are needed.
+    // The budget for slots beyond one per chunk.
     MemoryBudget* budget = nullptr;
     std::string owner;  // For messages: "job gpt2".
-    // The store's memory outlives the process, and is found again; outlives the store. Null: it
-    // dies with it.
+    // The store's memory outlives the process, and is found again; it outlives the store. Null: it
+    // ends with the process.
     NamedArenas* named = nullptr;
   };
 
-  // Allocates and zeroes the slots from `arenas`. Both outlive the store. What options.named has of
-  // another process is taken over instead. DATA_LOSS: that is not a store of this layout.
+  // Allocates and zeroes the slots from `arenas`. Both outlive the store. If options.named has an
+  // earlier process's store, takes that over instead. DATA_LOSS: that is not a store of this
+  // layout.
   static absl::StatusOr<std::unique_ptr<ChunkStore>> Create(const Layout& layout, Options options,
                                                             ArenaFactory& arenas);
   ~ChunkStore();
 
-  // Pins the published versions of `chunks`, reserving a fresh slot for each so that no writer has
-  // to wait; those of `room`, nullable, first. RESOURCE_EXHAUSTED if the budget has no room for
+  // Pins the published versions of `chunks`. Reserves a fresh slot for each, so that no writer has
+  // to wait; first those of `room`, nullable. RESOURCE_EXHAUSTED if the budget has no room for
   // them.
   absl::StatusOr<std::vector<ChunkPin>> Pin(absl::Span<const int> chunks, Room* room = nullptr);
   // In named memory making slots takes long, and Pin does it under the store's lock. So this makes
-  // them before, on a thread that may wait: those that a Pin of all chunks would want beyond the
-  // free ones, with all their pages. Null: there are enough. RESOURCE_EXHAUSTED.
+  // them earlier, on a thread that may wait: the slots that a Pin of all chunks would need beyond
+  // the free ones, with all their pages. Null: there are enough. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::unique_ptr<Room>> MakeRoom();
   // Whether a Pin of all chunks would make no slot.
   bool HasRoom(const Room* room) const;
 
-  // The published version. Valid while the caller knows that no writer publishes the chunk.
+  // The published version. Valid while no writer publishes the chunk.
   const Slot& Published(int chunk) const;
   uint64_t step(int chunk) const;
 
-  // An update under way: read from `from`, write all planes of `to`. Ends in Publish or Drop.
+  // An update in progress: read from `from`, write all planes of `to`. Ends in Publish or Drop.
   struct Write {
     int chunk = 0;
     Slot from;
@@ -118,22 +118,22 @@ class ChunkStore {
     bool in_place = true;
     ChunkVersion* target = nullptr;
   };
-  // RESOURCE_EXHAUSTED only with kFresh and no reserved slot and no room.
+  // RESOURCE_EXHAUSTED only for kFresh, without a reserved slot and without room.
   absl::StatusOr<Write> BeginWrite(int chunk, Destination destination);
   void Publish(const Write& write, uint64_t step) { Publish(absl::MakeConstSpan(&write, 1), step); }
-  // Of many chunks, for less than one by one.
+  // Many chunks at once, which is cheaper than one by one.
   void Publish(absl::Span<const Write> writes, uint64_t step);
   void Drop(const Write& write);  // Not for writes in place.
 
-  // All chunks now stand at `step`, after state was written from outside.
+  // All chunks are now at `step`, after state was written from outside.
   void SetStep(uint64_t step);
-  // Every chunk that stands beyond `step` goes back to its previous version, which is of that step.
-  // Cut off by a death, it can be done again. Precondition: previous versions are kept, nothing is
-  // being written, and nothing read that is not pinned.
+  // Every chunk beyond `step` goes back to its previous version, which is of that step. After a
+  // crash it can be repeated. Precondition: previous versions are kept, no writer is active, and
+  // all readers have pins.
   void SwitchBack(uint64_t step);
 
-  // Of named memory, and of that alone: whether the chunk has its first weights, which lie in the
-  // slot by then. Of a store without it nothing has arrived.
+  // Only in named memory: whether the chunk has its first weights, which are in the slot already.
+  // In other memory always false.
   void SetArrived(int chunk, bool arrived);
   bool arrived(int chunk) const;
 

@@ -17,11 +17,10 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/host/file_system.h"
-#include "cpu_optimizer_service/state/file_checksum.h"
 
 namespace ballast {
 
-// What Hugging Face calls the weights of a model that are in one file.
+// Hugging Face's name for a model's weights in one file.
 inline constexpr char kModelFile[] = "model.safetensors";
 
 struct TensorEntry {
@@ -32,16 +31,16 @@ struct TensorEntry {
 
 struct WrittenFile {
   int64_t size_bytes = 0;
-  Checksum checksum;
+  std::string crc32;  // Of all its bytes: 8 hexadecimal digits in lower case.
 };
 
 struct SafetensorsStyle {
   DType dtype = DType::kFloat32;
-  std::map<std::string, std::string> metadata;  // Of the header, for other programs.
+  std::map<std::string, std::string> metadata;  // The header's, for other programs.
 };
 
 // Writes the tensors in order. `read(tensor, offset, out)` fills elements [offset, offset +
-// out.size()) of tensor number `tensor`. FAILED_PRECONDITION: one is finite, and not in the dtype.
+// out.size()) of tensor number `tensor`. FAILED_PRECONDITION: a finite element overflows the dtype.
 absl::StatusOr<WrittenFile> WriteSafetensors(
     FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
     absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read,
@@ -51,13 +50,13 @@ class SafetensorsFile {
  public:
   enum class Take : uint8_t {
     kF32,      // Anything else is damage.
-    kWeights,  // Tensors in F32, BF16 and F16, which are read as floats; others are not there.
+    kWeights,  // Tensors in F32, BF16 and F16, read as floats; others are ignored.
   };
   // DATA_LOSS if the header or any offset does not fit the file, or the header has more than
   // `most_header_bytes`.
   static absl::StatusOr<SafetensorsFile> Open(FileSystem& file_system, const std::string& path,
                                               int64_t most_header_bytes, Take take = Take::kF32);
-  // The same of a file that is open; `path` is for errors.
+  // The same for an open file; `path` is for errors.
   static absl::StatusOr<SafetensorsFile> Open(std::unique_ptr<ReadableFile> file,
                                               const std::string& path, int64_t most_header_bytes,
                                               Take take = Take::kF32);
@@ -72,12 +71,12 @@ class SafetensorsFile {
     float value = 0;
   };
   struct Contents {
-    Checksum checksum;  // Of the whole file.
-    // The first element of a tensor that is not finite, or negative where that is bad.
+    std::string crc32;  // As WrittenFile has it.
+    // The first element of a tensor that is not finite, or negative if that is invalid.
     std::optional<Element> bad;
   };
-  // Reads the whole file, once. Of a file that was opened with kF32.
-  absl::StatusOr<Contents> Examine(ChecksumKind kind, bool negative_is_bad) const;
+  // Reads the whole file, once. For a file opened with kF32.
+  absl::StatusOr<Contents> Examine(bool negative_is_bad) const;
 
  private:
   struct Place {

@@ -1,5 +1,4 @@
-// When the service saves a job by itself: at which step it did so last, or at which the job began,
-// and how long ago that was.
+// The schedule of a job's saves: the step and time of the last one, or of the job's begin.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAVE_SCHEDULE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAVE_SCHEDULE_H_
 
@@ -22,18 +21,18 @@ class SaveSchedule {
   bool IsDue(const CheckpointPolicy& policy, uint64_t committed_step, Time now) const {
     return policy.IsDue(committed_step, step_, std::chrono::duration<double>(now - at_).count());
   }
-  // Whether the save after the next step is due, if that takes as long as the one that was
-  // committed now. To be asked once at each commit.
+  // Whether the save after the next step is due, if that step takes as long as the one committed
+  // now. Ask once at each commit.
   bool IsDueNext(const CheckpointPolicy& policy, uint64_t committed_step, Time now) {
     const Time::duration of_step = now - std::exchange(looked_at_, now);
     return IsDue(policy, committed_step + 1, now + of_step);
   }
-  // The state of `step` is saved, or was loaded.
+  // The state of `step` was saved or loaded.
   void SavedAt(uint64_t step, Time now) {
     step_ = step;
     at_ = now;
   }
-  // First weights have come, with the state of `step`.
+  // First weights have arrived, with the state of `step`.
   void BeginAt(uint64_t step) { step_ = step; }
   // The job has gone back to `step`.
   void GoBackTo(uint64_t step) { step_ = std::min(step_, step); }

@@ -1,4 +1,4 @@
-// Where the planes of a chunk's state lie.
+// The places of a chunk's planes.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SLOT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SLOT_H_
 
@@ -8,7 +8,7 @@
 
 namespace ballast {
 
-// The planes of one chunk, fp32; those that a group does not use are null.
+// The fp32 planes of one chunk; those that a group does not use are null.
 struct Slot {
   std::array<float*, kMaxPlanes> planes = {};
   float* operator[](Plane plane) const { return planes[static_cast<int>(plane)]; }

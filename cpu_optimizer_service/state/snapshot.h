@@ -1,5 +1,5 @@
-// A consistent view of parameters at one committed step, while training goes on. Chunks that are
-// pinned by a snapshot are updated into fresh slots; writers never wait for readers.
+// A consistent view of parameters at one committed step, while training goes on. Chunks pinned by a
+// snapshot are updated into fresh slots; writers never wait for readers.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_
 
@@ -19,16 +19,16 @@ namespace ballast {
 class Snapshot {
  public:
   uint64_t step() const { return step_; }
-  // Number of updates that the parameter has had; 0 for a frozen one.
+  // The parameter's number of updates; 0 for a frozen one.
   int64_t update_count(int parameter) const { return update_counts_.at(parameter); }
   bool has_plane(int parameter, Plane plane) const;
 
   // Elements [offset, offset + out.size()) of a plane of one of the snapshot's parameters. The
-  // caller stays within the parameter and asks for planes that it has.
+  // range must lie within the parameter, and the plane must exist.
   void Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
 
  private:
-  friend class JobImpl;
+  friend class StateView;
   const Layout* layout_ = nullptr;
   std::shared_ptr<const void> keep_alive_;
   uint64_t step_ = 0;
@@ -40,7 +40,7 @@ class Snapshot {
 // Statistics of one plane, computed without copying it out.
 struct PlaneSummary {
   double norm = 0;  // L2, of the finite elements.
-  double mean = 0;  // Of the finite elements; 0 if there are none.
+  double mean = 0;  // Of the finite elements; 0 without any.
   double min = 0;
   double max = 0;
   int64_t zeros = 0;

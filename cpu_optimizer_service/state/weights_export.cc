@@ -45,8 +45,8 @@ absl::Status CheckEmpty(FileSystem& file_system, const std::string& directory) {
   }
   return absl::FailedPreconditionError(
       absl::StrCat(directory,
-                   " is there and is not an empty directory, and nothing is overwritten; "
-                   "name one that does not exist yet"));
+                   " exists and is not an empty directory; an export overwrites nothing: "
+                   "name a new directory"));
 }
 
 // By file, the numbers of its parameters: in their order, as many as fit.

@@ -65,7 +65,7 @@ _ballast() {
     fi
   done
   case ${places[place]-} in
-    JOB) mapfile -t COMPREPLY < <(compgen -W "$("${ask[@]}" 2>/dev/null | sed -n 's/^ *"name": "\([A-Za-z0-9._-]*\)",$/\1/p')" -- "$word") ;;
+    JOB) mapfile -t COMPREPLY < <(compgen -W "$("${ask[@]}" 2>/dev/null | sed -n 's/^ *"name": "jobs\/\([A-Za-z0-9._-]*\)",$/\1/p')" -- "$word") ;;
     COMMAND) mapfile -t COMPREPLY < <(compgen -W "$commands" -- "$word") ;;
     SHELL) mapfile -t COMPREPLY < <(compgen -W "bash zsh" -- "$word") ;;
     DIR | CHECKPOINT | SPEC) mapfile -t COMPREPLY < <(compgen -f -- "$word") ;;

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Writes a program's manual page, whose text is what the program says of itself: so the two never differ.
 
-    man_page.py --name ballastd --section 8 --version 0.1.0 --summary "..." --out FILE -- PROGRAM [ARGUMENT ...]
-                [--and HEADING PROGRAM ARGUMENT ...] ...
+    man_page.py --name ballastd --section 8 --version 0.1.0 --summary "..." --out FILE -- PROGRAM ARGUMENT ...
 
-The text of each further command becomes a section of its own.
+The text of each command that it lists becomes a section of its own.
 """
 
 import argparse
@@ -25,21 +24,17 @@ def said(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def commands_of(words: list[str]) -> list[tuple[str, list[str]]]:
-    commands = [("DESCRIPTION", [])]
-    words = iter(words)
-    for word in words:
-        if word == "--and":
-            commands.append((next(words).upper(), []))
-        else:
-            commands[-1][1].append(word)
-    return commands
+def sections(command: list[str]) -> list[tuple[str, str]]:
+    text = said(command)
+    _, _, listed = text.partition("\ncommands:\n")
+    names = [line.split()[0] for line in listed.partition("\n\n")[0].splitlines()]
+    return [("DESCRIPTION", text)] + [(name.upper(), said([*command, name])) for name in names if name != command[-1]]
 
 
-def page(name: str, section: str, version: str, summary: str, commands: list[tuple[str, list[str]]]) -> str:
+def page(name: str, section: str, version: str, summary: str, texts: list[tuple[str, str]]) -> str:
     parts = [f'.TH "{escaped(name.upper())}" "{section}" "" "Ballast {version}" "Ballast"',
              f".SH NAME\n{escaped(name)} \\- {escaped(summary)}"]
-    parts += [f'.SH "{escaped(heading)}"\n.nf\n{escaped(said(command))}\n.fi' for heading, command in commands]
+    parts += [f'.SH "{escaped(heading)}"\n.nf\n{escaped(text)}\n.fi' for heading, text in texts]
     return "\n".join(parts) + "\n"
 
 
@@ -49,7 +44,7 @@ def main() -> None:
         parser.add_argument(flag, required=True)
     split = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:split])
-    text = page(options.name, options.section, options.version, options.summary, commands_of(sys.argv[split + 1:]))
+    text = page(options.name, options.section, options.version, options.summary, sections(sys.argv[split + 1:]))
     with open(options.out, "w", encoding="utf-8") as file:
         file.write(text)
 

@@ -147,8 +147,8 @@ absl::StatusOr<TokenData> TokenData::Read(const std::string& path, int context) 
   if (token_files != 0 && token_files != static_cast<int64_t>(files.size())) {
     return absl::InvalidArgumentError(
         absl::StrCat("the directory ", path, " has ", token_files,
-                     " token files (.bin) and other files too; give a directory of either with "
-                     "--text, or one file"));
+                     " token files (.bin) and other files too; give a directory of one kind, or "
+                     "one file, with --text"));
   }
   std::vector<uint16_t> tokens;
   for (const std::string& file : files) {

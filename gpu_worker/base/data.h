@@ -21,11 +21,11 @@ namespace ballast::worker {
 
 inline constexpr char kDefaultText[] = "/usr/share/common-licenses";
 
-// How many different tokens there are: bytes, and what GPT-2's tokenizer makes.
+// The number of different tokens: bytes, and GPT-2's tokenizer's.
 inline constexpr int kByteTokens = 256;
 inline constexpr int kGpt2Tokens = 50257;
 
-// What is read is kept in memory, two bytes a token, so there is a limit to it.
+// The tokens are kept in memory, two bytes each, so their number is limited.
 inline constexpr int64_t kMaxTokens = int64_t{1} << 31;
 
 // `sequences` rows of `context` tokens, row after row; targets[i] is the token that follows
@@ -46,11 +46,11 @@ struct BatchPosition {
 class TokenData {
  public:
   // Reads a file, or every plain file of a directory in order of name (links followed, each file
-  // once), one after another: all of them token files, or none. NOT_FOUND or INVALID_ARGUMENT,
-  // saying what to do, if it cannot be read, is not whole, or has fewer than context + 1 tokens or
-  // more than kMaxTokens.
+  // once), one after another: all of them token files, or none. NOT_FOUND or INVALID_ARGUMENT, with
+  // what to do, if it cannot be read, is truncated, or has fewer than context + 1 tokens or more
+  // than kMaxTokens.
   static absl::StatusOr<TokenData> Read(const std::string& path, int context);
-  // The same for text that is at hand.
+  // The same for text in memory.
   static absl::StatusOr<TokenData> FromText(absl::string_view text, const std::string& name,
                                             int context);
 
@@ -65,7 +65,7 @@ class TokenData {
  private:
   TokenData(int vocabulary, std::vector<uint16_t> tokens, int context)
       : vocabulary_(vocabulary), tokens_(std::move(tokens)), context_(context) {}
-  // The tokens were read; whether they do for sequences of the context.
+  // Checks that the tokens are enough for sequences of the context.
   static absl::StatusOr<TokenData> Create(int vocabulary, std::vector<uint16_t> tokens,
                                           const std::string& name, int context);
 

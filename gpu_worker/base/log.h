@@ -1,4 +1,4 @@
-// Lines for a person, on standard error; standard output is the progress line's.
+// Log lines on standard error; standard output has the progress line.
 #ifndef BALLAST_GPU_WORKER_BASE_LOG_H_
 #define BALLAST_GPU_WORKER_BASE_LOG_H_
 

@@ -1,5 +1,5 @@
-// Random numbers as pure functions of where they are used: no state, no order of calls, and no math
-// library, so that a redone step, another world size and another machine all see the same ones.
+// Random numbers as pure functions of their place of use: no state, no order of calls, no math
+// library. So a redone step, another world size and another machine get the same ones.
 #ifndef BALLAST_GPU_WORKER_BASE_RANDOM_H_
 #define BALLAST_GPU_WORKER_BASE_RANDOM_H_
 

@@ -1,15 +1,15 @@
-// What a rank did when: spans of its threads and of its GPU on one clock, for --trace.
+// A rank's timeline: spans of its threads and of its GPU on one clock, for --trace.
 //
 //   Timeline timeline({.rank = 0});
 //   { TimelineScope scope(&timeline, Track::kReceive, {.step = 7}); ... }     // on this thread
 //   timeline.Add(Track::kReduce, {.step = 7, .bucket = 3}, begin, end);      // measured elsewhere
 //   timeline.Write("trace.json");
 //
-// The clock is CLOCK_MONOTONIC, which is also that of `ballast trace`: with a service on the same
-// host both files show one time. Tracks may hold spans that overlap.
+// The clock is CLOCK_MONOTONIC, as in `ballast trace`: with a service on the same host both files
+// show the same time. Spans of a track may overlap.
 //
-// Memory is bounded: what comes after `most_spans` is counted and not kept. Code that takes a
-// Timeline* takes a null one, too: nothing is recorded then.
+// Memory is bounded: spans beyond `most_spans` are counted and dropped. Code that takes a Timeline*
+// also takes null: then it records nothing.
 //
 // Thread-safe.
 #ifndef BALLAST_GPU_WORKER_BASE_TIMELINE_H_
@@ -26,20 +26,20 @@
 
 namespace ballast::worker {
 
-// In the order in which they are shown.
+// In the displayed order.
 enum class Track : uint8_t {
   kStep,     // A whole step.
   kCompute,  // Forward and backward.
   kReduce,   // Reduce-scatter of a bucket.
   kCopy,     // Between device and host.
   kSend,     // Handing over gradients, and waiting for the decision.
-  kUpdate,   // The optimizer's arithmetic, as the optimizer tells it.
+  kUpdate,   // The optimizer's arithmetic, by the optimizer's report.
   kReceive,  // Waiting for new weights.
   kGather,   // All-gather of a bucket.
   kStall,    // A GPU's wait for a bucket's weights, in a pass.
 };
 
-// What a span is about; -1: not said.
+// A span's subject; -1: unknown.
 struct SpanOf {
   uint64_t step = 0;
   int micro_step = -1;
@@ -47,7 +47,7 @@ struct SpanOf {
   int chunk = -1;
 };
 
-// Ranges as a profiler of the GPU's maker shows them (cuda/nvtx.h); both of one thread, nested.
+// Ranges for the GPU vendor's profiler (cuda/nvtx.h); both of one thread, nested.
 struct ProfilerRanges {
   void (*begin)(const char* name) = nullptr;
   void (*end)() = nullptr;
@@ -66,10 +66,10 @@ class Timeline {
   explicit Timeline(const TimelineOptions& options) : options_(options) {}
 
   void Add(Track track, const SpanOf& of, Clock::time_point begin, Clock::time_point end);
-  // Whether spans are kept: code that measures only for them may ask.
+  // Whether spans are kept: for code that measures only for them.
   bool keeps_spans() const { return options_.most_spans > 0; }
 
-  // The format that ui.perfetto.dev and chrome://tracing open, times in microseconds.
+  // JSON for ui.perfetto.dev and chrome://tracing, times in microseconds.
   std::string ToJson() const;
   // UNAVAILABLE, naming the file and the reason.
   absl::Status Write(const std::string& path) const;
@@ -89,8 +89,7 @@ class Timeline {
   uint64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// A span of the calling thread, from construction to destruction. Allocates nothing but what keeps
-// the span.
+// A span of the calling thread, from construction to destruction. Allocates only the span's memory.
 class TimelineScope {
  public:
   TimelineScope(Timeline* timeline, Track track, const SpanOf& of)

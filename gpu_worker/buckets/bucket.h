@@ -46,13 +46,13 @@ enum class BucketState : uint8_t {
 // Thread-compatible.
 class GradientBucket {
  public:
-  // `parameters`: how many have elements in the bucket.
+  // `parameters`: the number of those with elements in the bucket.
   explicit GradientBucket(int parameters) : parameters_(parameters) {}
 
   BucketState state() const { return state_; }
-  // Whether its gradients are summed in an accumulator, which is then what is reduced.
+  // Whether its gradients are summed in an accumulator, which is then reduced.
   bool accumulates() const { return micro_steps_ > 1; }
-  // All micro-steps of the reduction are in.
+  // All micro-steps of the reduction are included.
   bool whole() const { return summed_ == micro_steps_; }
 
   // Micro-step `micro_step` of the `micro_steps` that the next reduction sums. released or
@@ -71,8 +71,8 @@ class GradientBucket {
 
   const int parameters_;
   int missing_ = 0;
-  uint32_t micro_steps_ = 1;  // That the reduction sums.
-  uint32_t summed_ = 0;       // How many of them are in.
+  uint32_t micro_steps_ = 1;  // In the reduction.
+  uint32_t summed_ = 0;       // The number included.
   BucketState state_ = BucketState::kReleased;
 };
 

@@ -69,9 +69,9 @@ absl::Status NoParameterReached(const Layout& layout, int rank, uint32_t micro_s
     if (++trainable <= kNamed) names.push_back(layout.spec().parameters[p].name);
   }
   return absl::FailedPreconditionError(absl::StrCat(
-      "rank ", rank, ": the backward of micro-step ", micro_step,
-      " gave no parameter a gradient, of ", trainable, ": ", absl::StrJoin(names, ", "),
-      trainable > kNamed ? ", ..." : "", "; see that the loss depends on the parameters"));
+      "rank ", rank, ": the backward of micro-step ", micro_step, " gave no gradient to any of ",
+      trainable, " parameters: ", absl::StrJoin(names, ", "), trainable > kNamed ? ", ..." : "",
+      "; check that the loss depends on the parameters"));
 }
 
 }  // namespace ballast::worker

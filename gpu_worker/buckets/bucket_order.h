@@ -1,5 +1,5 @@
-// Which parameters are in which gradient buckets, in what order the buckets are reduced, and which
-// chunks of a rank a bucket's shard is made of. Pure arithmetic, the same on every rank.
+// The parameters in each gradient bucket, the order in which buckets are reduced, and the chunks of
+// a rank in a bucket's shard. Pure arithmetic, equal on every rank.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_BUCKET_ORDER_H_
 #define BALLAST_GPU_WORKER_BUCKETS_BUCKET_ORDER_H_
 
@@ -16,8 +16,8 @@ namespace ballast::worker {
 struct BucketOrder {
   std::vector<std::vector<int>> buckets_of_parameter;
   std::vector<std::vector<int>> parameters_of_bucket;  // In increasing order.
-  // Indices of buckets in the order of reduction: that in which a backward pass, going through
-  // `backward_order`, completes them. The same on all ranks, even if a rank's own become ready in
+  // Indices of buckets in the order of reduction: the order in which a backward pass through
+  // `backward_order` completes them. Equal on all ranks, even if a rank's own become ready in
   // another order.
   std::vector<int> reduction;
 };
@@ -34,7 +34,7 @@ struct RankShard {
 
 RankShard ShardOf(const Layout& layout, const Bucket& bucket, int rank);
 
-// FAILED_PRECONDITION naming the parameters: a backward pass gave none of them a gradient.
+// FAILED_PRECONDITION with the parameters: a backward pass gave none of them a gradient.
 absl::Status NoParameterReached(const Layout& layout, int rank, uint32_t micro_step);
 
 }  // namespace ballast::worker

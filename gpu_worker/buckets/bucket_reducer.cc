@@ -1,7 +1,6 @@
 #include "gpu_worker/buckets/bucket_reducer.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "cpu_optimizer_service/common/check.h"
@@ -21,9 +20,7 @@ BucketReducer::BucketReducer(const Layout& layout, absl::Span<const Bucket> buck
       options_(std::move(options)),
       collective_(collective),
       order_(MakeBucketOrder(layout, buckets, backward_order)),
-      completed_(layout.spec().parameters.size(), true),
-      reached_(layout.spec().parameters.size(), false),
-      first_reached_(layout.spec().parameters.size()),
+      parameters_(layout.spec().parameters.size()),
       next_(buckets.size()) {
   int64_t largest_shard = 0;
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -50,13 +47,15 @@ void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
   // FinishMicroStep returns the error. The thread has ended.
   if (!status_.ok()) return;
   Check(next_ == order_.reduction.size(), "the last micro-step is finished before the next starts");
-  if (micro_step == 0) first_reached_.assign(first_reached_.size(), std::nullopt);
   // Allocated by the first step that has something to sum: the number of micro-steps may vary.
   if (sums_here(micro_steps) && accumulators_.empty()) {
     for (const absl::Span<float> space : gradients_) accumulators_.emplace_back(space.size(), 0.0f);
   }
-  completed_.assign(completed_.size(), false);
-  reached_.assign(reached_.size(), false);
+  for (Parameter& parameter : parameters_) {
+    parameter.completed = false;
+    parameter.reached = false;
+    if (micro_step == 0) parameter.first_reached.reset();
+  }
   non_finite_.reset();
   // Where the service sums, each micro-step is a reduction of its own.
   for (GradientBucket& bucket : states_) {
@@ -74,14 +73,16 @@ void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
 void BucketReducer::GradientReady(int parameter) {
   MutexLock lock(mutex_);
   if (!status_.ok()) return;
-  reached_[parameter] = true;
-  if (!first_reached_[parameter].has_value()) first_reached_[parameter] = micro_step_.index;
+  parameters_[parameter].reached = true;
+  if (!parameters_[parameter].first_reached.has_value())
+    parameters_[parameter].first_reached = micro_step_.index;
   Complete(parameter);
 }
 
 void BucketReducer::Complete(int parameter) {
-  Check(!completed_[parameter], "a parameter's gradient is complete once in a micro-step");
-  completed_[parameter] = true;
+  Check(!parameters_[parameter].completed,
+        "a parameter's gradient is complete once in a micro-step");
+  parameters_[parameter].completed = true;
   for (const int bucket : order_.buckets_of_parameter[parameter]) states_[bucket].CompleteOne();
   changed_.NotifyAll();
 }
@@ -97,9 +98,9 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
   ReducedMicroStep result;
   MutexLock lock(mutex_);
   if (!status_.ok()) return status_;
-  for (size_t p = 0; p < completed_.size(); ++p) {
+  for (size_t p = 0; p < parameters_.size(); ++p) {
     if (layout_.place(p).offset < 0) continue;  // Frozen.
-    if (completed_[p]) {
+    if (parameters_[p].completed) {
       result.used_parameters.push_back(p);
       continue;
     }
@@ -141,14 +142,7 @@ void BucketReducer::Run() {
       bucket = order_.reduction[next_];
       micro_step = micro_step_;
     }
-    absl::Status status;
-    try {
-      // This thread has no caller that could catch an exception.
-      status = Process(bucket, micro_step);
-    } catch (const std::bad_alloc&) {
-      status = absl::ResourceExhaustedError(
-          "out of memory; choose a smaller --batch, --context, --width or --layers");
-    }
+    const absl::Status status = Process(bucket, micro_step);
     MutexLock lock(mutex_);
     if (!status.ok()) {
       status_ = status;
@@ -184,9 +178,9 @@ std::vector<BucketReducer::Addend> BucketReducer::Addends(int index,
     Addend addend{.what = Addend::kAdd,
                   .begin = std::max(place.offset, bucket.begin),
                   .end = std::min(place.offset + place.elements, bucket.end)};
-    if (reached_[p]) {
+    if (parameters_[p].reached) {
       // The first gradient is not added to zeros, which would turn -0 into +0.
-      if (first_reached_[p] == micro_step.index) addend.what = Addend::kAssign;
+      if (parameters_[p].first_reached == micro_step.index) addend.what = Addend::kAssign;
       addends.push_back(addend);
     } else if (micro_step.index == 0) {
       addend.what = Addend::kZero;

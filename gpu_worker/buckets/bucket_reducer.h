@@ -41,8 +41,8 @@ enum class Accumulation : uint8_t { kService, kWorker };
 
 struct ReducerOptions {
   Accumulation accumulation = Accumulation::kService;
-  // By group, what gradients travel as: this rank's own are searched for elements that are not
-  // finite in it, before a bucket is reduced. Empty: they are not.
+  // By group, the format in which gradients are sent. This rank's own are searched for elements
+  // that are not finite in it, before a bucket is reduced. Empty: no search.
   std::vector<DType> checked_as;
   // Called on the reducer's thread after each reduce-scatter, with its duration. Nullable.
   std::function<void(int bucket, double seconds)> on_reduced;
@@ -62,15 +62,15 @@ struct ReducedMicroStep {
   std::vector<int> used_parameters;  // By index, in increasing order.
   bool all_used = true;
   bool reached_nothing() const { return used_parameters.empty() && !all_used; }
-  std::optional<NonFinite> non_finite;  // The first, by parameter and element, that was found.
-  // Time that FinishMicroStep waited, by what the reducer's thread was doing then.
+  std::optional<NonFinite> non_finite;  // The first, by parameter and element.
+  // Time that FinishMicroStep waited, by the reducer's work at that time.
   double reduce_seconds = 0;
   double consume_seconds = 0;
 };
 
 class BucketReducer {
  public:
-  // Returns no error: even after an error the other ranks wait for the rest.
+  // Returns no error: after an error the other ranks still wait for the rest.
   using Consumer = std::function<void(const ReducedGradient& gradient)>;
 
   // `gradients[group]` is the flat space that the model writes, as long as the buckets reach.
@@ -83,9 +83,9 @@ class BucketReducer {
   // Called for the micro-steps of a step in order, always with the same `micro_steps`.
   void StartMicroStep(uint32_t micro_step, uint32_t micro_steps);
   void GradientReady(int parameter);
-  // The first error of the collective, kept for all later calls. Where backward reached no
-  // parameter at all, this rank has taken part in the micro-step's collectives with zeros, so that
-  // the others' fit, and must not seal the step.
+  // The first error of the collective, kept for all later calls. If backward reached no parameter
+  // at all, this rank has taken part in the micro-step's collectives with zeros, so that they match
+  // on all ranks. It must not seal the step.
   absl::StatusOr<ReducedMicroStep> FinishMicroStep();
 
  private:
@@ -98,7 +98,13 @@ class BucketReducer {
     uint32_t of = 1;
     bool last() const { return index + 1 == of; }
   };
-  // A parameter's part of a bucket, and what the accumulator does with this micro-step's gradient.
+  struct Parameter {
+    bool completed = true;  // In this micro-step.
+    bool reached = false;   // The same, by backward.
+    // The first micro-step of this step whose backward reached it.
+    std::optional<uint32_t> first_reached;
+  };
+  // A parameter's part of a bucket, and how the accumulator treats this micro-step's gradient.
   struct Addend {
     enum { kZero, kAssign, kAdd } what;
     int64_t begin = 0;  // In the group's flat space.
@@ -134,10 +140,7 @@ class BucketReducer {
   mutable Mutex mutex_;
   CondVar changed_;
   std::vector<GradientBucket> states_ ABSL_GUARDED_BY(mutex_);
-  std::vector<bool> completed_ ABSL_GUARDED_BY(mutex_);  // By parameter, in this micro-step.
-  std::vector<bool> reached_ ABSL_GUARDED_BY(mutex_);    // The same, by backward.
-  // By parameter: the first micro-step of this step whose backward reached it.
-  std::vector<std::optional<uint32_t>> first_reached_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Parameter> parameters_ ABSL_GUARDED_BY(mutex_);
   size_t next_ ABSL_GUARDED_BY(mutex_);  // Index into order_.reduction; its size: all done.
   MicroStep micro_step_ ABSL_GUARDED_BY(mutex_);
   std::optional<NonFinite> non_finite_ ABSL_GUARDED_BY(mutex_);  // In this micro-step.

@@ -1,4 +1,4 @@
-// A gradient element that is not a finite number, or will not be one in the format it travels in.
+// A gradient element that is not finite, or will not be in its wire format.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_NON_FINITE_H_
 #define BALLAST_GPU_WORKER_BUCKETS_NON_FINITE_H_
 
@@ -19,10 +19,10 @@ using NonFinite = UsedParameters::NonFinite;
 
 struct NonFiniteElement {
   int64_t index = 0;
-  float value = 0;  // As it travels.
+  float value = 0;  // In the wire format.
 };
 
-// As `dtype` keeps it.
+// The value in `dtype`.
 inline float Rounded(float value, DType dtype) {
   float travels = 0;
   StoreElement(&travels, dtype, 0, value);
@@ -38,14 +38,14 @@ inline std::optional<NonFiniteElement> FirstNonFinite(absl::Span<const float> va
   return std::nullopt;
 }
 
-// Whether an element is before the first one known, by parameter and element: buckets are searched
-// in another order, and the reported element must not depend on it.
+// Whether an element comes before the first known one, by parameter and element. The reported
+// element must not depend on the order in which buckets are searched.
 inline bool ComesFirst(int parameter, int64_t element, const std::optional<NonFinite>& first) {
   return !first.has_value() ||
          std::pair(parameter, element) < std::pair(first->parameter, first->element);
 }
 
-// Warns of what --check-gradients found in a micro-step of this rank, if anything.
+// Warns of a non-finite element that --check-gradients found in a micro-step of this rank.
 void LogNonFinite(const Layout& layout, int rank, uint64_t step, uint32_t micro_step,
                   const std::optional<NonFinite>& found);
 

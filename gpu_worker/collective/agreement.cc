@@ -37,7 +37,7 @@ absl::Status CheckAgreement(const std::vector<AgreedSetting>& settings, Collecti
       // Past this rank's own settings its hashes are zeros: another rank's program has more of
       // them.
       return absl::FailedPreconditionError(
-          absl::StrCat("rank ", rank, " and rank 0 were started differently: they differ in ",
+          absl::StrCat("rank ", rank, " and rank 0 differ in ",
                        i < settings.size() ? settings[i].name : "their versions",
                        "; start all workers with the same flags and the same text"));
     }

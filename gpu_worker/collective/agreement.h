@@ -1,5 +1,5 @@
-// Whether all ranks were started alike. Ranks whose messages differ in size cannot be stopped with
-// an error later: Gloo aborts in a thread of its own.
+// Whether all ranks were started with the same settings. If message sizes differ between ranks, no
+// error can stop them later: Gloo aborts in its own thread.
 #ifndef BALLAST_GPU_WORKER_COLLECTIVE_AGREEMENT_H_
 #define BALLAST_GPU_WORKER_COLLECTIVE_AGREEMENT_H_
 
@@ -16,10 +16,10 @@ struct AgreedSetting {
   std::string value;
 };
 
-// At most so many settings: a message has one size in every version.
+// The maximal number of settings: a message has the same size in every version.
 inline constexpr int kMaxAgreedSettings = 32;
 
-// FAILED_PRECONDITION, on every rank, naming the first rank and the first setting that differ from
+// FAILED_PRECONDITION, on every rank, with the first rank and the first setting that differ from
 // rank 0's. Compares hashes, so a value may be long.
 absl::Status CheckAgreement(const std::vector<AgreedSetting>& settings, Collective& collective);
 

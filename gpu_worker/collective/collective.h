@@ -1,12 +1,13 @@
-// What ranks do together. Every rank makes the same calls in the same order with the same sizes.
+// Collective operations. Every rank makes the same calls in the same order with the same sizes.
 //
-// Sums are taken in order of rank, so they are the same bits in every run and on every rank.
+// Sums are taken in order of rank, so they have the same bits in every run and on every rank.
 //
 // Threads: one call at a time; different threads may take turns. A call returns when this rank's
-// result is there, which may be before other ranks have theirs.
+// result is complete, which may be before other ranks'.
 //
-// Errors: UNAVAILABLE or DEADLINE_EXCEEDED naming this rank, the operation, and the rank that was
-// awaited. After an error every later call returns it: ranks may be at different operations then.
+// Errors: UNAVAILABLE or DEADLINE_EXCEEDED with this rank, the operation, and the awaited rank.
+// After an error every later call returns it, because ranks may be at different operations then. If
+// a peer's connection closed, the error has the payload kPeerLost.
 #ifndef BALLAST_GPU_WORKER_COLLECTIVE_COLLECTIVE_H_
 #define BALLAST_GPU_WORKER_COLLECTIVE_COLLECTIVE_H_
 
@@ -16,6 +17,8 @@
 #include "absl/types/span.h"
 
 namespace ballast::worker {
+
+inline constexpr char kPeerLost[] = "ballast/peer-lost";
 
 class Collective {
  public:

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -212,7 +213,10 @@ class GlooCollective final : public Collective {
                             " ms for rank ", peer, "; see whether it still runs")
              : absl::StrCat("rank ", rank(), ": ", operation, ": lost rank ", peer,
                             "; see why it ended (", FirstLine(reason), ")");
-    return late ? absl::DeadlineExceededError(what) : absl::UnavailableError(what);
+    if (late) return absl::DeadlineExceededError(what);
+    absl::Status lost = absl::UnavailableError(what);
+    lost.SetPayload(kPeerLost, absl::Cord());
+    return lost;
   }
 
   const std::shared_ptr<gloo::rendezvous::Context> context_;

@@ -1,5 +1,5 @@
-// Collectives over Gloo's TCP transport: every pair of ranks has a connection, every rank sends
-// each piece straight to where it belongs, and sums are taken locally in order of rank.
+// Collectives over Gloo's TCP transport. Every pair of ranks has a connection, every rank sends
+// each piece directly to its destination, and sums are taken locally in order of rank.
 #ifndef BALLAST_GPU_WORKER_COLLECTIVE_GLOO_COLLECTIVE_H_
 #define BALLAST_GPU_WORKER_COLLECTIVE_GLOO_COLLECTIVE_H_
 
@@ -25,7 +25,7 @@ struct GlooOptions {
 };
 
 // Connects to all other ranks, which must do the same with the same store. When it returns, no rank
-// needs the store any more.
+// needs the store.
 absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& options,
                                                         gloo::rendezvous::Store& store);
 

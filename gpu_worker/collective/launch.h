@@ -1,4 +1,4 @@
-// How a worker was started: the variables that torchrun sets.
+// A worker's environment: the variables that torchrun sets.
 #ifndef BALLAST_GPU_WORKER_COLLECTIVE_LAUNCH_H_
 #define BALLAST_GPU_WORKER_COLLECTIVE_LAUNCH_H_
 
@@ -16,12 +16,12 @@ namespace ballast::worker {
 struct Launch {
   int rank = 0;                           // RANK
   int world_size = 1;                     // WORLD_SIZE
-  int local_rank = 0;                     // LOCAL_RANK, of this host; RANK where it is not set.
+  int local_rank = 0;                     // LOCAL_RANK, on this host; RANK if it is not set.
   std::string master_host = "127.0.0.1";  // MASTER_ADDR
   int master_port = 29500;                // MASTER_PORT
 };
 
-// INVALID_ARGUMENT naming the variable that is not a number or out of range. `variable` returns the
+// INVALID_ARGUMENT with the variable that is not a number or out of range. `variable` returns the
 // value of an environment variable, if it is set.
 absl::StatusOr<Launch> ReadLaunch(
     const std::function<std::optional<std::string>(const std::string&)>& variable);

@@ -138,7 +138,7 @@ class Meeting {
     }
     if (rank < 1 || rank >= world_size_) {
       return absl::InvalidArgumentError(
-          absl::StrCat("RANK=", rank, " is not within 1 to ", world_size_ - 1));
+          absl::StrCat("RANK=", rank, " must be between 1 and ", world_size_ - 1));
     }
     if (joined_.contains(rank)) {
       return absl::AlreadyExistsError(

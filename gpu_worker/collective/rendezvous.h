@@ -44,16 +44,15 @@ class Rendezvous {
   // On rank 0, ends the service for all.
   virtual ~Rendezvous() = default;
 
-  // Every rank's value of this round, by rank, when all ranks gave theirs. DEADLINE_EXCEEDED,
-  // naming the ranks that did not arrive in time and those that were refused; UNAVAILABLE if a rank
-  // ends meanwhile.
+  // Every rank's value of this round, by rank, once all ranks have given theirs. DEADLINE_EXCEEDED,
+  // with the late ranks and the refused ones; UNAVAILABLE if a rank ends meanwhile.
   virtual absl::StatusOr<std::vector<std::string>> Exchange(const std::string& value) = 0;
   // The address at which the other ranks reach this one. A round: all ranks call it.
   absl::StatusOr<std::string> OwnHost();
   virtual int port() const = 0;
 
  protected:
-  std::string connected_to_;    // Where this rank reached rank 0; empty on rank 0.
+  std::string connected_to_;    // Rank 0's address; empty on rank 0.
   std::string connected_from_;  // The address that rank 0 saw; empty on rank 0.
 };
 

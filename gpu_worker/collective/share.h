@@ -1,4 +1,4 @@
-// A small value of each rank, on every rank.
+// All-gathers a small value of each rank.
 #ifndef BALLAST_GPU_WORKER_COLLECTIVE_SHARE_H_
 #define BALLAST_GPU_WORKER_COLLECTIVE_SHARE_H_
 

@@ -31,9 +31,9 @@ namespace ballast::worker {
 
 struct CpuBackendOptions {
   Accumulation accumulation = Accumulation::kService;
-  // Searches this rank's own gradients for elements that are not finite before they are reduced.
+  // Searches this rank's own gradients for non-finite elements before the reduction.
   bool check_gradients = false;
-  // How long a gradient waits for the optimizer to release the one before it.
+  // How long a gradient waits for the optimizer to release the previous one.
   absl::Duration timeout = absl::Minutes(10);
   Timeline* timeline = nullptr;  // Nullable.
 };
@@ -66,8 +66,8 @@ class CpuBackend final : public TrainingBackend {
   const std::unique_ptr<Model> model_;
   GradientStaging staging_;
   GradientSink* sink_ = nullptr;
-  // The sink's first error, or that backward reached nothing: kept for FinishStep, and the sink is
-  // not called after it. Used by the reducer's thread during a micro-step, by the caller's
+  // The sink's first error, or that backward reached no parameter: kept for FinishStep, and the
+  // sink is not called after it. Used by the reducer's thread during a micro-step, by the caller's
   // otherwise.
   absl::Status step_error_;
   absl::Status failure_;  // The collective's: permanent.

@@ -42,7 +42,7 @@ class CpuGpt final : public Model {
     int64_t offset = 0;
     int64_t elements = 0;
   };
-  // What the backward pass of a block needs of its forward pass.
+  // A block's forward results for its backward pass.
   struct BlockActivations {
     std::vector<T> in, normal_1, mean_1, rstd_1, qkv, probabilities, attended;
     std::vector<T> middle, normal_2, mean_2, rstd_2, hidden, tanh_u, activated;
@@ -66,7 +66,7 @@ class CpuGpt final : public Model {
   std::vector<PlaceInGroup> places_;
   std::vector<FlatSpace> flat_spaces_;
   std::vector<std::vector<T>> working_weights_;    // The weights as T.
-  std::vector<std::vector<T>> working_gradients_;  // Only where T is not the type of gradients.
+  std::vector<std::vector<T>> working_gradients_;  // Only if T is not the type of gradients.
 
   int sequences_ = 0;  // In the batch in progress.
   int context_ = 0;

@@ -11,9 +11,9 @@ struct CrossEntropyShape {
   int classes;
 };
 
-// Returns sum over rows of -log softmax(logits[r])[targets[r]], in nats, and puts the gradient of
-// that sum, softmax(logits[r]) - one_hot(targets[r]), in place of the logits. `row_losses` is
-// scratch of one value per row.
+// Returns sum over rows of -log softmax(logits[r])[targets[r]], in nats. Replaces the logits by the
+// gradient of that sum, softmax(logits[r]) - one_hot(targets[r]). `row_losses` is scratch of one
+// value per row.
 template <typename T>
 double CrossEntropy(const CrossEntropyShape& shape, const int32_t* targets, T* logits,
                     double* row_losses);

@@ -1,5 +1,5 @@
-// Matrix products by BLAS, row-major, on the calling thread alone: parallel work is cut by the
-// layers into fixed tiles, so that no result depends on the number of threads.
+// Matrix products by BLAS, row-major, on the calling thread alone. The layers cut parallel work
+// into fixed tiles, so that results do not depend on the number of threads.
 #ifndef BALLAST_GPU_WORKER_CPU_GEMM_H_
 #define BALLAST_GPU_WORKER_CPU_GEMM_H_
 

@@ -1,9 +1,9 @@
-// Which of cuBLASLt's algorithms computes a product: the first that it proposes, checks and has the
-// memory for, so that one proposal that cannot be run is not the end.
+// Chooses cuBLASLt's algorithm for a product: the first proposed one that passes the check and has
+// enough memory. So one failing proposal is not the end.
 //
-// The choice follows from the product, the GPU and the library's version, and every algorithm that
-// may be chosen gives the same bits in every run: sums over k that the library cuts into parts stay
-// fp32, and are added in a step of their own.
+// The choice follows from the product, the GPU and the library's version. Every candidate gives the
+// same bits in every run: if the library cuts sums over k into parts, these stay fp32 and are added
+// in a separate step.
 #ifndef BALLAST_GPU_WORKER_CUDA_CUBLASLT_ALGORITHM_H_
 #define BALLAST_GPU_WORKER_CUDA_CUBLASLT_ALGORITHM_H_
 
@@ -23,12 +23,12 @@ namespace ballast::worker {
 template <typename Handle>
 using OwnedByCublasLt = std::unique_ptr<std::remove_pointer_t<Handle>, cublasStatus_t (*)(Handle)>;
 
-// The status of a call of the library; `what` describes it. INVALID_ARGUMENT, saying what to
-// change, where it has no way to do it; RESOURCE_EXHAUSTED; else UNAVAILABLE.
+// The status of a call of the library; `what` describes it. INVALID_ARGUMENT, with what to change,
+// if the library does not support it; RESOURCE_EXHAUSTED; else UNAVAILABLE.
 absl::Status CheckCublasLt(const CublasLt& library, cublasStatus_t status, absl::string_view what);
 
-// A product as the library sees it, column-major, with what its operands' addresses are multiples
-// of. All is borrowed.
+// A product in the library's column-major form, with the alignments of its operands' addresses. All
+// is borrowed.
 struct CublasLtProduct {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr;

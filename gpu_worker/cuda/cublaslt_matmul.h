@@ -1,4 +1,4 @@
-// matmul.h by cuBLASLt.
+// matmul.h with cuBLASLt.
 #ifndef BALLAST_GPU_WORKER_CUDA_CUBLASLT_MATMUL_H_
 #define BALLAST_GPU_WORKER_CUDA_CUBLASLT_MATMUL_H_
 
@@ -10,7 +10,7 @@
 
 namespace ballast::worker {
 
-// `device` is borrowed until destruction. FAILED_PRECONDITION if the library is not there;
+// `device` is borrowed until destruction. FAILED_PRECONDITION if the library is missing;
 // RESOURCE_EXHAUSTED if there is no memory for its workspace.
 absl::StatusOr<std::unique_ptr<DeviceMatmul>> MakeCublasLtMatmul(CudaDevice& device);
 

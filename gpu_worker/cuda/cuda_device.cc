@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/log.h"
 #include "gpu_worker/cuda/gpu_failure.h"
@@ -269,10 +270,12 @@ class OpenedDevice final : public CudaDevice {
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     (void)cudaMemGetInfo(&free_bytes, &total_bytes);
-    return absl::ResourceExhaustedError(absl::StrCat(
-        name(), ": no ", Size(static_cast<double>(size_bytes)), " for ", what, "; ",
-        Size(static_cast<double>(free_bytes)), " of ", Size(static_cast<double>(total_bytes)),
-        " are free, this worker has ", Size(static_cast<double>(allocated_bytes()))));
+    return WithReason(
+        absl::ResourceExhaustedError(absl::StrCat(
+            name(), ": no ", Size(static_cast<double>(size_bytes)), " for ", what, "; ",
+            Size(static_cast<double>(free_bytes)), " of ", Size(static_cast<double>(total_bytes)),
+            " are free, this worker has ", Size(static_cast<double>(allocated_bytes())))),
+        reason::kDeviceMemoryFull);
   }
 
   // False, and a warning, where the host does not allow it.

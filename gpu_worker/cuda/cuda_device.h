@@ -1,4 +1,4 @@
-// device.h on an NVIDIA GPU, by the runtime's interface.
+// device.h on an NVIDIA GPU, with the CUDA runtime.
 #ifndef BALLAST_GPU_WORKER_CUDA_CUDA_DEVICE_H_
 #define BALLAST_GPU_WORKER_CUDA_CUDA_DEVICE_H_
 
@@ -13,17 +13,17 @@ namespace ballast::worker {
 
 class CudaDevice : public Device {
  public:
-  // GPU `local_rank` of this host, counted round where there are fewer. FAILED_PRECONDITION, saying
-  // what to do, if there is none, the driver is missing or too old, or the kernels are not made for
-  // it; UNAVAILABLE if it cannot be used.
+  // GPU `local_rank` of this host, modulo the number of GPUs. FAILED_PRECONDITION, with what to do,
+  // if there is no GPU, the driver is missing or too old, or the kernels are not compiled for it;
+  // UNAVAILABLE if it is unusable.
   static absl::StatusOr<std::unique_ptr<CudaDevice>> Open(int local_rank);
 
-  // How many GPUs this process may use: at least one. Errors are those of Open.
+  // The number of usable GPUs: at least one. Errors as in Open.
   static absl::StatusOr<int> Count();
 
-  // Makes it the calling thread's, for libraries that are not given a stream.
+  // Makes it the calling thread's device, for libraries without a stream argument.
   virtual absl::Status MakeCurrent() = 0;
-  // The same for two ranks that use one GPU, and for no others.
+  // Equal for two ranks exactly if they use the same GPU.
   virtual std::array<std::byte, 16> uuid() const = 0;
 };
 

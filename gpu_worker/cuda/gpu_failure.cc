@@ -1,6 +1,7 @@
 #include "gpu_worker/cuda/gpu_failure.h"
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 
 namespace ballast::worker {
 namespace {
@@ -54,8 +55,11 @@ absl::Status GpuFailure::Check(cudaError_t error, absl::string_view what) {
   if (!lost_.ok()) return lost_;
   switch (KindOf(error)) {
     case Kind::kNoMemory:
-      return absl::ResourceExhaustedError(absl::StrCat(
-          failed, "choose a smaller --batch with more --micro-steps, or end what else uses it"));
+      return WithReason(
+          absl::ResourceExhaustedError(absl::StrCat(
+              failed,
+              "choose a smaller --batch with more --micro-steps, or end what else uses it")),
+          reason::kDeviceMemoryFull);
     case Kind::kNotForThisGpu:
       return absl::FailedPreconditionError(absl::StrCat(
           failed, "build with CMAKE_CUDA_ARCHITECTURES that name this GPU, or use --device=cpu"));

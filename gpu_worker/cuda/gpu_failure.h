@@ -18,8 +18,8 @@ class GpuFailure {
  public:
   GpuFailure(int ordinal, std::string gpu) : ordinal_(ordinal), gpu_(std::move(gpu)) {}
 
-  // Makes the GPU the calling thread's, for the call that follows. The failure that lost the GPU,
-  // if there was one.
+  // Makes the GPU the calling thread's for the next call. Returns the failure that lost the GPU, if
+  // any.
   absl::Status Enter();
 
   // The status of a call, which `what` describes: "stream copies: copy to host". One line that

@@ -16,16 +16,16 @@
 
 namespace ballast::worker {
 
-// Kernels and libraries in gpu_worker/cuda get no other DeviceStream.
+// Kernels and libraries in gpu_worker/cuda get only this kind of DeviceStream.
 class GpuStream : public DeviceStream {
  public:
-  // Makes the stream's GPU the calling thread's. The GPU's failure, if it had one: then give it no
+  // Makes the stream's GPU the calling thread's. Returns the GPU's failure, if any: then give it no
   // more work.
   virtual absl::StatusOr<cudaStream_t> Enter() = 0;
   // The status of a call that gave work to the stream: GpuFailure::Check, with the stream's name.
   virtual absl::Status Check(cudaError_t error, absl::string_view what) = 0;
-  // The GPU's failure, if there is one by now, reported as that of `what`: for libraries, which
-  // return for a lost GPU no more than that they failed. Waits for nothing.
+  // The GPU's failure, if any, reported as that of `what`: for libraries, which only report for a
+  // lost GPU that they failed. Does not wait.
   virtual absl::Status CheckGpu(absl::string_view what) = 0;
 };
 

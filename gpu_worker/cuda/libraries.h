@@ -1,11 +1,10 @@
-// cuBLASLt and NCCL, loaded when a GPU is asked for and not when the program starts: they belong to
-// the machine, and one binary runs on machines with and without them. The names are the libraries'
-// own, without their prefix.
+// cuBLASLt and NCCL, loaded on demand when a GPU is requested. They belong to the machine, and one
+// binary runs with and without them. The names are the libraries' own, without their prefix.
 //
-// Looked for where the dynamic linker looks (LD_LIBRARY_PATH included), then in $CUDA_HOME/lib64
-// and /usr/local/cuda/lib64.
+// Searched by the dynamic linker (including LD_LIBRARY_PATH), then in $CUDA_HOME/lib64 and
+// /usr/local/cuda/lib64.
 //
-// Thread-safe. Errors: FAILED_PRECONDITION, naming the library and what to set.
+// Thread-safe. Errors: FAILED_PRECONDITION, with the library and what to set.
 #ifndef BALLAST_GPU_WORKER_CUDA_LIBRARIES_H_
 #define BALLAST_GPU_WORKER_CUDA_LIBRARIES_H_
 

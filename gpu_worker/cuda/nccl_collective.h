@@ -12,11 +12,11 @@
 
 namespace ballast::worker {
 
-// Connects to all other ranks of `host`, which must do the same; `host` is used during the call
-// only. `device` is borrowed until destruction. Nothing ever waits for another rank longer than
-// `timeout`: a watchdog ends it (device/watchdog.h).
+// Connects to all other ranks of `host`, which must do the same; `host` is used only during the
+// call. `device` is borrowed until destruction. No wait for another rank exceeds `timeout`: a
+// watchdog ends it (device/watchdog.h).
 //
-// FAILED_PRECONDITION if the library is not there or two ranks have one GPU, UNAVAILABLE or
+// FAILED_PRECONDITION if the library is missing or two ranks have one GPU, UNAVAILABLE or
 // DEADLINE_EXCEEDED if the ranks do not find each other.
 absl::StatusOr<std::unique_ptr<DeviceCollective>> ConnectNccl(CudaDevice& device, Collective& host,
                                                               absl::Duration timeout);

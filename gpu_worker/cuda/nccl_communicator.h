@@ -1,5 +1,5 @@
-// A communicator of NCCL's that never blocks its callers for longer than a timeout, and that one
-// thread can abort while another is in a call.
+// An NCCL communicator that blocks its callers no longer than a timeout. One thread can abort it
+// while another is in a call.
 #ifndef BALLAST_GPU_WORKER_CUDA_NCCL_COMMUNICATOR_H_
 #define BALLAST_GPU_WORKER_CUDA_NCCL_COMMUNICATOR_H_
 
@@ -14,7 +14,7 @@
 
 namespace ballast::worker {
 
-// Thread-safe. Errors are UNAVAILABLE or DEADLINE_EXCEEDED, in NCCL's own words.
+// Thread-safe. Errors are UNAVAILABLE or DEADLINE_EXCEEDED, with NCCL's message.
 class NcclCommunicator {
  public:
   // All ranks call it; the current GPU is this rank's.
@@ -24,10 +24,9 @@ class NcclCommunicator {
                                                                    absl::Duration timeout);
   ~NcclCommunicator();
 
-  // Makes a call of the library's, and waits until it has given its work to the stream.
+  // Makes a call of the library, and waits until it has given its work to the stream.
   absl::Status Do(const std::function<ncclResult_t(const Nccl&, ncclComm_t)>& call);
-  // An error that the library detected on its own, for example that another rank is gone. OK while
-  // there is none.
+  // An error that the library detected by itself, for example a lost rank; else OK.
   absl::Status AsyncError();
   // Makes the GPU drop all work, and every later call fail. A second call does nothing.
   void Abort();
@@ -39,8 +38,8 @@ class NcclCommunicator {
 
   const Nccl& nccl_;
   absl::Duration timeout_;
-  // Held while the library is called, which is short, since its calls do not block: an abort frees
-  // what another thread's call would use.
+  // Held during the library's calls, which do not block. An abort frees memory that another
+  // thread's call would use.
   Mutex mutex_;
   ncclComm_t communicator_ ABSL_GUARDED_BY(mutex_) = nullptr;  // Null: aborted.
 };

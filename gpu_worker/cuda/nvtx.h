@@ -1,5 +1,5 @@
-// The timeline's scopes as NVTX ranges, which Nsight Systems shows next to the GPU's work. They
-// cost next to nothing while no profiler is there.
+// The timeline's scopes as NVTX ranges, which Nsight Systems shows beside the GPU's work. Without a
+// profiler they cost almost nothing.
 #ifndef BALLAST_GPU_WORKER_CUDA_NVTX_H_
 #define BALLAST_GPU_WORKER_CUDA_NVTX_H_
 

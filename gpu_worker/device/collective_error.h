@@ -1,4 +1,4 @@
-// How a DeviceCollective names what went wrong.
+// The form of a DeviceCollective's errors.
 #ifndef BALLAST_GPU_WORKER_DEVICE_COLLECTIVE_ERROR_H_
 #define BALLAST_GPU_WORKER_DEVICE_COLLECTIVE_ERROR_H_
 

@@ -1,26 +1,27 @@
-// A GPU as the worker uses it: memory, streams, events, copies. cuda/cuda_device.h is the real one;
-// the tests' own (tests/gpu_emulator/fake_device.h) runs everything on the CPU, as late and in as
-// odd an order as streams and events allow, and fails where a test asks for it.
+// A GPU for the worker: memory, streams, events, copies. cuda/cuda_device.h is the real one. The
+// tests' device (tests/gpu_emulator/fake_device.h) runs on the CPU, as late and as out of order as
+// streams and events allow, and fails where a test requests it.
 //
 //   std::unique_ptr<DeviceStream> compute = device.CreateStream("compute").value();
 //   std::unique_ptr<DeviceEvent> ready = device.CreateEvent().value();
 //   ... work given to compute ...
 //   compute->Record(*ready);
-//   copies->Wait(*ready);                      // what copies is given from now on comes after
+//   copies->Wait(*ready);                      // later work of copies comes after
 //   copies->CopyToHost(bytes, from);
 //
-// A stream does what it is given in order; two streams in any order that events leave open. Nothing
-// waits for the device except the calls named Synchronize. Memory that a stream was given to read
-// or write belongs to it until an event after that is done, host memory too.
+// A stream works in order; two streams in any order that events permit. Only calls named
+// Synchronize wait for the device. Memory that a stream has to read or write, host memory too,
+// belongs to it until a later event is done.
 //
-// Errors: RESOURCE_EXHAUSTED, memory that cannot be had, with the sizes and what it was for;
-// UNAVAILABLE, the GPU is lost or has failed in work given before: the call that notices it first
-// returns it, and so do all later ones; only a new process mends it; FAILED_PRECONDITION, the
-// binary has nothing for this GPU; INTERNAL, the driver refuses a call, and the GPU goes on.
-// Messages name the GPU and the stream.
+// Errors: messages name the GPU and the stream.
+//   RESOURCE_EXHAUSTED   no memory, with the sizes and the purpose
+//   UNAVAILABLE          the GPU is lost or has failed in earlier work; the first call that notices
+//                        and all later ones return it; only a new process helps
+//   FAILED_PRECONDITION  the binary has no code for this GPU
+//   INTERNAL             the driver refuses a call, and the GPU goes on
 //
-// Threads: Device is thread-safe. A stream is used by one thread at a time, an event recorded by
-// one; any thread may wait for it.
+// Threads: Device is thread-safe. One thread at a time uses a stream or records an event; any
+// thread may wait for an event.
 #ifndef BALLAST_GPU_WORKER_DEVICE_DEVICE_H_
 #define BALLAST_GPU_WORKER_DEVICE_DEVICE_H_
 
@@ -59,19 +60,19 @@ class HostMemory {
  public:
   virtual ~HostMemory() = default;
   virtual absl::Span<std::byte> bytes() const = 0;
-  // False: ordinary memory, because none could be pinned. Copies are right, and slower: they pass
-  // through memory of the driver's, and the calling thread waits for them.
+  // False: ordinary memory, because pinning failed. Copies are correct but slower: they use the
+  // driver's memory, and the calling thread waits for them.
   virtual bool pinned() const = 0;
 };
 
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
-  // Waits until the work before the last Record is done; one never recorded is.
+  // Waits until the work before the last Record is done. Returns at once if never recorded.
   virtual absl::Status Synchronize() = 0;
   virtual absl::StatusOr<bool> Done() = 0;
-  // Both done, `earlier` first. Seconds of the device's clock from there to this one, as the driver
-  // has them: in single precision, so to within microseconds of some seconds only.
+  // Both done, `earlier` first. Seconds between them by the device's clock. The driver uses single
+  // precision, so over some seconds they are exact to microseconds.
   virtual absl::StatusOr<double> SecondsSince(const DeviceEvent& earlier) const = 0;
 };
 
@@ -81,8 +82,7 @@ class DeviceStream {
   virtual const std::string& name() const = 0;
 
   virtual absl::Status Record(DeviceEvent& event) = 0;
-  // For the last Record of `event` before this call; an event that was never recorded delays
-  // nothing.
+  // For the last Record of `event` before this call; an event without a Record delays nothing.
   virtual absl::Status Wait(const DeviceEvent& event) = 0;
 
   virtual absl::Status CopyToHost(absl::Span<std::byte> to, const void* from) = 0;
@@ -90,10 +90,10 @@ class DeviceStream {
   virtual absl::Status CopyOnDevice(void* to, const void* from, size_t size_bytes) = 0;
   virtual absl::Status Zero(void* to, size_t size_bytes) = 0;
 
-  // Waits until everything that it was given is done.
+  // Waits until all its work is done.
   virtual absl::Status Synchronize() = 0;
 
-  // For kernels and libraries: a cudaStream_t, or what the tests' device has in its place.
+  // For kernels and libraries: a cudaStream_t, or its counterpart in the tests' device.
   virtual void* native() const = 0;
 };
 
@@ -104,16 +104,16 @@ class Device {
   // As the driver counts, for example 80 or 90.
   virtual int compute_capability() const = 0;
   virtual int64_t memory_bytes() const = 0;
-  virtual int64_t allocated_bytes() const = 0;  // Now, by Allocate.
+  virtual int64_t allocated_bytes() const = 0;  // Currently, by Allocate.
 
-  // Zeros. `what` names it in errors: "activations".
+  // Zeros. `what` names it in errors: "activations". RESOURCE_EXHAUSTED (DEVICE_MEMORY_FULL).
   virtual absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes,
                                                                  absl::string_view what) = 0;
-  // Pinned if that can be had, and if not a warning in the log.
+  // Pinned if possible; otherwise a warning goes to the log.
   virtual absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHost(size_t size_bytes,
                                                                    absl::string_view what) = 0;
-  // Pins memory that the caller owns until the result is destroyed, which must precede the end of
-  // the memory. Its bytes() are `bytes`; as AllocateHost where pinning fails.
+  // Pins memory of the caller until the result is destroyed, which must precede the end of the
+  // memory. Its bytes() are `bytes`. If pinning fails, as AllocateHost.
   virtual absl::StatusOr<std::unique_ptr<HostMemory>> PinHost(absl::Span<std::byte> bytes,
                                                               absl::string_view what) = 0;
   virtual absl::StatusOr<std::unique_ptr<DeviceStream>> CreateStream(absl::string_view name) = 0;

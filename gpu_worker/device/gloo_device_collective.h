@@ -14,10 +14,9 @@
 
 namespace ballast::worker {
 
-// Both outlive it. Besides the errors of every DeviceCollective: RESOURCE_EXHAUSTED, the host has
-// no memory for staging. `host` is used only in calls, and by no other thread then: like this
-// object it takes one call at a time. Host memory is allocated by the first call, and again by a
-// larger one.
+// Both outlive it. Further error: RESOURCE_EXHAUSTED, the host has no memory for staging. `host` is
+// used only in calls, and by no other thread then: like this object it takes one call at a time.
+// The first call allocates host memory, and larger ones allocate again.
 std::unique_ptr<DeviceCollective> MakeGlooDeviceCollective(Device& device, Collective& host);
 
 }  // namespace ballast::worker

@@ -1,5 +1,4 @@
-// The collective of a world of one rank: copies on the stream, or nothing where a shard is in its
-// place already.
+// The collective of a world of one rank: copies on the stream, unless a shard is already in place.
 #ifndef BALLAST_GPU_WORKER_DEVICE_SINGLE_DEVICE_COLLECTIVE_H_
 #define BALLAST_GPU_WORKER_DEVICE_SINGLE_DEVICE_COLLECTIVE_H_
 

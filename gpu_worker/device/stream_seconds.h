@@ -30,14 +30,14 @@ class StreamSeconds {
   // Pairs do not overlap.
   absl::Status Begin(DeviceStream& stream);
   absl::Status End(DeviceStream& stream);
-  // Both around `give`; after an error of its or the device's all are forgotten.
+  // Both around `give`. After an error, of `give` or the device, drops all pairs.
   absl::Status Around(DeviceStream& stream, absl::FunctionRef<absl::Status()> give);
   // Whether a pair has begun and not ended.
   bool begun() const { return begun_; }
-  // The pairs since the last Take, and one that has only begun, count for nothing.
+  // Drops the pairs since the last Take, and a pair that has only begun.
   void Clear();
 
-  // No pair is only begun, and the streams are past all ends.
+  // Precondition: no pair has only begun, and the streams are past all ends.
   absl::StatusOr<double> Take();
 
  private:

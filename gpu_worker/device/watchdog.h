@@ -38,11 +38,11 @@ namespace ballast::worker {
 struct WatchdogOptions {
   int rank = 0;
   absl::Duration timeout = absl::Minutes(5);  // For one operation.
-  // Between two calls of Look by the watchdog's thread; infinite: there is no thread, and the owner
-  // calls Look.
+  // Between two calls of Look by the watchdog's thread; infinite: no thread, and the owner calls
+  // Look.
   absl::Duration interval = absl::Milliseconds(50);
   std::function<absl::Time()> now = SteadyNow;
-  // Reports an error that the library detected on its own. Nullable.
+  // Reports an error that the library detected by itself. Nullable.
   std::function<absl::Status()> library_error;
   std::function<void()> abort;
 };
@@ -50,19 +50,19 @@ struct WatchdogOptions {
 class Watchdog {
  public:
   explicit Watchdog(WatchdogOptions options);
-  ~Watchdog();  // Looks no more; what is not done is not waited for.
+  ~Watchdog();  // Stops looking, without waiting for operations.
 
   // `done` was recorded after the operation. `operation` is, for example, "all-gather".
   absl::Status Watch(absl::string_view operation, const Purpose& purpose,
                      std::unique_ptr<DeviceEvent> done);
-  // Until all that were given so far are done, or the first error.
+  // Waits until all operations so far are done, or for the first error.
   absl::Status Wait();
-  // An event that an operation before has no more use for, to be recorded again; null: none.
+  // An event of an earlier operation, to be recorded again; null: none is free.
   std::unique_ptr<DeviceEvent> TakeEvent();
   // Reports an error that a call of the library returned at once, and aborts as for any other.
   absl::Status Fail(absl::string_view operation, const Purpose& purpose, const absl::Status& error);
 
-  // Finds out what is done and what has failed.
+  // Checks which operations are done and which have failed.
   absl::Status Look();
 
  private:

@@ -39,8 +39,8 @@ struct Activations {
   BFloat16Bits* logits = nullptr;  // vocabulary; after cross-entropy their gradient.
   float* losses = nullptr;         // One a row.
 
-  // In forward, what attention or the MLP adds to the residual stream; in backward, the gradient of
-  // what went into it. width
+  // In forward: what attention or the MLP adds to the residual stream. In backward: the gradient of
+  // its input. width
   BFloat16Bits* branch = nullptr;
   BFloat16Bits* d_stream = nullptr;  // Gradient of the residual stream. width
   BFloat16Bits* d_wide = nullptr;    // Gradients of hidden, and of qkv. 4 width

@@ -16,7 +16,7 @@
 namespace ballast::worker {
 
 inline constexpr int kByteVocabulary = 256;
-// GPT-2's 50,257 tokens and 47 that no text has, so that matrices are made of whole tiles.
+// GPT-2's 50,257 tokens and 47 unused ones, so that matrices consist of whole tiles.
 inline constexpr int kGpt2Vocabulary = 50304;
 
 struct GptConfig {
@@ -37,7 +37,7 @@ absl::StatusOr<GptConfig> FindGptConfig(absl::string_view name);
 absl::Status Validate(const GptConfig& config);
 
 struct ModelParameter {
-  std::string name;            // As GPT-2 names it, for example "h.0.attn.c_attn.weight".
+  std::string name;            // GPT-2's name, for example "h.0.attn.c_attn.weight".
   std::vector<int64_t> shape;  // A matrix: out, in.
   bool decay = true;           // Matrices and embeddings decay; biases and layer norms do not.
 

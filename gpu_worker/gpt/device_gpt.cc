@@ -118,9 +118,9 @@ void DeviceGptImpl::Place(const Layout& layout, const DeviceFlatSpaces& spaces) 
 
 absl::Status DeviceGptImpl::CheckBatch(const Batch& batch) const {
   if (batch.sequences > sequences_ || batch.context < 1 || batch.context > config_.context) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a pass over ", batch.sequences, " sequences of ", batch.context,
-                     " tokens; there is memory for ", sequences_, " of at most ", config_.context));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a pass over ", batch.sequences, " sequences of ", batch.context,
+        " tokens does not fit; there is memory for ", sequences_, " of at most ", config_.context));
   }
   const size_t rows = static_cast<size_t>(batch.sequences) * batch.context;
   Check(batch.inputs.size() == rows && batch.targets.size() == rows, "a batch has its tokens");

@@ -41,22 +41,22 @@ struct DeviceFlatSpaces {
 
 // Each is nullable. An error ends the pass.
 struct DevicePassEvents {
-  // The forward pass is about to give the stream work that reads the parameter for the first time
-  // in this pass: a callback that still has to bring the weights makes the stream wait. In the
-  // order of the layers.
+  // Forward is about to give the stream work that reads the parameter, for the first time in this
+  // pass. If the weights are still on their way, the callback makes the stream wait. In the order
+  // of the layers.
   std::function<absl::Status(int parameter)> before_weights;
   // Backward is about to give the stream work that writes the parameter's gradient, for the first
   // time in this pass.
   std::function<absl::Status(int parameter)> before_gradient;
-  // What completes the parameter's gradient was given to the stream: record an event there, now.
-  // Each trainable parameter once, in GptBackwardOrder.
+  // The work that completes the parameter's gradient has been given to the stream: record an event
+  // there now. Each trainable parameter once, in GptBackwardOrder.
   std::function<absl::Status(int parameter)> gradient_ready;
 };
 
 struct BackwardOptions {
   double loss_scale = 1;  // Gradients are of the loss times this.
-  // Whether loss and gradients are added to what is there, as in the micro-steps of a sum after the
-  // first; else they are written.
+  // Whether loss and gradients are added to the present values, as in later micro-steps of a sum;
+  // false: written.
   bool add_loss = false;
   bool add_gradients = false;
 };
@@ -71,19 +71,19 @@ class DeviceGpt {
   // Waits for the passes given. The parts outlive it.
   virtual ~DeviceGpt() = default;
 
-  // Where weights are and gradients go. Called once, before any pass.
+  // The places of weights and gradients. Called once, before any pass.
   virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
 
-  // The host's part of the next Forward, if it is of the same batch: for when the device is busy.
-  // `batch` is not used after the call. Errors as of Forward.
+  // The host's part of the next Forward, if that is of the same batch; for when the device is busy.
+  // `batch` is not used after the call. Errors as in Forward.
   virtual absl::Status Prepare(const Batch& batch) = 0;
-  // Gives the compute stream the batch's pass up to the logits. Another Forward takes the place of
-  // one that no Backward followed. An empty batch reads no weights. `batch` is not used after the
-  // call. INVALID_ARGUMENT, and no work, for a batch with more sequences than Create was given, or
-  // with a token outside the vocabulary; other errors are the device's and the callbacks'.
+  // Gives the compute stream the batch's pass up to the logits. Another Forward replaces one
+  // without a Backward. An empty batch reads no weights. `batch` is not used after the call.
+  // INVALID_ARGUMENT, without work, for a batch with more sequences than in Create, or with a token
+  // outside the vocabulary. Other errors are the device's and the callbacks'.
   virtual absl::Status Forward(const Batch& batch, const DevicePassEvents& events) = 0;
   // The rest, once for each Forward: logits, loss, gradients. Gradients are of the loss summed over
-  // the batch's tokens, zeros of an empty batch. `*loss_sum` is a double on the device.
+  // the batch's tokens; zeros for an empty batch. `*loss_sum` is a double on the device.
   virtual absl::Status Backward(const BackwardOptions& options, double* loss_sum,
                                 const DevicePassEvents& events) = 0;
   // Both.

@@ -38,7 +38,7 @@ struct LayerPass {
 
   const BFloat16Bits* weight(int parameter) const { return parameters[parameter].weight; }
   float* gradient(int parameter) const { return parameters[parameter].gradient; }
-  // A product that a parameter has part in: an error names it.
+  // A product with a parameter, which an error names.
   absl::Status Run(const Matmul& product, int parameter) const;
 };
 

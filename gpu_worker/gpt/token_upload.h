@@ -1,4 +1,4 @@
-// The tokens of a batch on their way to the device, through two halves of pinned memory in turn.
+// A batch's tokens on their way to the device, through two alternating halves of pinned memory.
 #ifndef BALLAST_GPU_WORKER_GPT_TOKEN_UPLOAD_H_
 #define BALLAST_GPU_WORKER_GPT_TOKEN_UPLOAD_H_
 
@@ -18,7 +18,7 @@
 
 namespace ballast::worker {
 
-// Until the next upload in the same stream.
+// Valid until the next upload in the same stream.
 struct TokensOnDevice {
   const int32_t* inputs = nullptr;
   const int32_t* targets = nullptr;
@@ -31,12 +31,12 @@ class TokenUpload {
   // For batches of up to `rows` tokens. Errors: those of Device::Allocate and AllocateHost.
   static absl::StatusOr<std::unique_ptr<TokenUpload>> Create(Device& device, int64_t rows);
 
-  // What the next Upload does on the host, if it is of the same batch: ahead of time, while the
-  // device is busy. `batch` may go when the call returns. Waits, if it must, for the copies of the
-  // Upload before the last.
+  // The host's part of the next Upload, if that is of the same batch; for when the device is busy.
+  // `batch` may end when the call returns. If necessary, waits for the copies of the Upload before
+  // the last.
   absl::Status Prepare(const Batch& batch);
   bool IsPrepared(const Batch& batch) const;
-  // Prepares the batch unless it is. Every call is given the same stream.
+  // Prepares the batch if needed. Every call gets the same stream.
   absl::StatusOr<TokensOnDevice> Upload(DeviceStream& stream, const Batch& batch);
 
   int64_t device_bytes() const { return static_cast<int64_t>(on_device_->size_bytes()); }

@@ -1,11 +1,10 @@
-// A thread that waits for work of the device and then calls what was asked for.
+// A thread that waits for work of the device and then makes the requested calls.
 //
 //   completions.After(copies, [](const absl::Status& status) { ... the copy is done ... });
 //
-// Calls are made one at a time, in the order in which they were asked for.
+// Calls are made one at a time, in the order of the requests.
 //
-// Thread-safe. Destruction makes all calls that are still owed; on a device that is lost, with its
-// error.
+// Thread-safe. The destructor makes all outstanding calls; on a lost device, with its error.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_COMPLETIONS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_COMPLETIONS_H_
 
@@ -29,12 +28,12 @@ class Completions {
   explicit Completions(Device& device);
   ~Completions();
 
-  // Once what `stream` has been given so far is done. An error: `then` is never called.
+  // Once the present work of `stream` is done. After an error `then` is never called.
   absl::Status After(DeviceStream& stream, Then then);
-  // After the calls asked for so far.
+  // After all calls requested so far.
   void AfterThose(Then then);
 
-  // Until no call is owed.
+  // Waits until no call is outstanding.
   void WaitIdle();
 
  private:

@@ -58,9 +58,7 @@ class DeviceBackend final : public TrainingBackend {
         parts_(parts),
         job_(parts.job),
         errors_([this] { Stop(); }),
-        passing_(parts.device),
-        lacking_weights_(parts.device),
-        idle_(parts.device) {}
+        seconds_(parts.device) {}
   absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
   ~DeviceBackend() override;
 
@@ -109,12 +107,16 @@ class DeviceBackend final : public TrainingBackend {
   PipelineErrors errors_;
 
   std::unique_ptr<DeviceTrace> trace_;
-  std::unique_ptr<DeviceStream> compute_;
-  std::unique_ptr<DeviceStream> communicate_;
-  std::unique_ptr<DeviceStream> copy_out_;
+  struct {
+    std::unique_ptr<DeviceStream> compute;
+    std::unique_ptr<DeviceStream> communicate;
+    std::unique_ptr<DeviceStream> copy_out;
+  } streams_;
   DeviceSpaces spaces_;
-  std::unique_ptr<DeviceMemory> loss_sum_;  // A double.
-  std::unique_ptr<HostMemory> host_loss_sum_;
+  struct {
+    std::unique_ptr<DeviceMemory> device;
+    std::unique_ptr<HostMemory> host;
+  } loss_sum_;  // A double.
   std::unique_ptr<DeviceEvent> done_;
 
   std::unique_ptr<DeviceBuckets> buckets_;
@@ -129,13 +131,15 @@ class DeviceBackend final : public TrainingBackend {
   bool forward_given_ = false;  // By StartForward, and no MicroStep has gone on from it.
   std::vector<bool> reached_;   // By parameter, in this pass.
   FinishedStep finished_;
-  double places_waited_ = 0;  // As read last.
-
-  // Seconds of `compute`: in passes, and how much of that waiting for weights.
-  StreamSeconds passing_;
-  StreamSeconds lacking_weights_;
-  StreamSeconds idle_;            // Between passes.
-  double waited_after_pass_ = 0;  // By the last FinishStep.
+  struct Seconds {
+    explicit Seconds(Device& device) : passing(device), lacking_weights(device), idle(device) {}
+    // Of `compute`: in passes, how much of that waiting for weights, and between passes.
+    StreamSeconds passing;
+    StreamSeconds lacking_weights;
+    StreamSeconds idle;
+    double places_waited = 0;      // As read last.
+    double waited_after_pass = 0;  // By the last FinishStep.
+  } seconds_;
 };
 
 // ---------------------------------------------------------------- a step: passes
@@ -154,8 +158,8 @@ absl::Status DeviceBackend::PrepareBatch(const Batch& batch) {
 // The host's part of the pass is none of the device's time.
 absl::Status DeviceBackend::BeginPass(const Batch& batch) {
   BALLAST_RETURN_IF_ERROR(model_->Prepare(batch));
-  if (idle_.begun()) BALLAST_RETURN_IF_ERROR(idle_.End(*compute_));
-  return passing_.Begin(*compute_);
+  if (seconds_.idle.begun()) BALLAST_RETURN_IF_ERROR(seconds_.idle.End(*streams_.compute));
+  return seconds_.passing.Begin(*streams_.compute);
 }
 
 // Backward's buckets are sent while it gives the rest of its work, and the pass ends here before
@@ -172,17 +176,18 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   reached_.assign(job_.layout.spec().parameters.size(), false);
   const bool ahead = std::exchange(forward_given_, false);
   if (ahead) {
-    BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
+    BALLAST_RETURN_IF_ERROR(seconds_.lacking_weights.End(*streams_.compute));
   } else {
     BALLAST_RETURN_IF_ERROR(BeginPass(input.batch));
   }
-  BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*compute_, sums_here ? input.micro_step : 0,
+  BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*streams_.compute, sums_here ? input.micro_step : 0,
                                               sums_here ? input.micro_steps : 1));
   const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
-  BALLAST_RETURN_IF_ERROR(trace_->Around(*compute_, Track::kCompute, of, [&]() -> absl::Status {
-    if (!ahead) BALLAST_RETURN_IF_ERROR(GiveForward(input));
-    return GiveBackward(input, adds);
-  }));
+  BALLAST_RETURN_IF_ERROR(
+      trace_->Around(*streams_.compute, Track::kCompute, of, [&]() -> absl::Status {
+        if (!ahead) BALLAST_RETURN_IF_ERROR(GiveForward(input));
+        return GiveBackward(input, adds);
+      }));
 
   UsedParameters used;
   for (size_t p = 0; p < reached_.size(); ++p) {
@@ -193,9 +198,10 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   // Without this their buckets would never be ready, and the other ranks would wait in the
   // reductions.
   BALLAST_RETURN_IF_ERROR(CompleteUnreached(adds));
-  BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
+  BALLAST_RETURN_IF_ERROR(seconds_.passing.End(*streams_.compute));
   // After the last micro-step ReadTimes begins it.
-  if (input.micro_step + 1 < input.micro_steps) BALLAST_RETURN_IF_ERROR(idle_.Begin(*compute_));
+  if (input.micro_step + 1 < input.micro_steps)
+    BALLAST_RETURN_IF_ERROR(seconds_.idle.Begin(*streams_.compute));
   // The others' collectives fit all the same; only this rank must not seal.
   if (used.parameters.empty() && !used.all) {
     errors_.FailStep(NoParameterReached(job_.layout, parts_.collective.rank(), input.micro_step));
@@ -206,27 +212,29 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
 }
 
 absl::Status DeviceBackend::GiveForward(const MicroStepInput& input) {
-  const DevicePassEvents events{
-      .before_weights =
-          [this](int p) { return weights_->BeforeWeights(*compute_, p, lacking_weights_); },
-      .before_gradient = nullptr,
-      .gradient_ready = nullptr};
+  const DevicePassEvents events{.before_weights =
+                                    [this](int p) {
+                                      return weights_->BeforeWeights(*streams_.compute, p,
+                                                                     seconds_.lacking_weights);
+                                    },
+                                .before_gradient = nullptr,
+                                .gradient_ready = nullptr};
   return model_->Forward(input.batch, events);
 }
 
 absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input, bool adds) {
   const DevicePassEvents events{
       .before_weights = nullptr,
-      .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
+      .before_gradient = [this](int p) { return buckets_->BeforeGradient(*streams_.compute, p); },
       .gradient_ready =
           [this](int p) {
             Check(!reached_[p], "a parameter's gradient is complete once in a micro-step");
             reached_[p] = true;
-            return buckets_->GradientReady(*compute_, p);
+            return buckets_->GradientReady(*streams_.compute, p);
           }};
   return model_->Backward(
       {.loss_scale = input.loss_scale, .add_loss = input.micro_step > 0, .add_gradients = adds},
-      loss_sum_->as<double>(), events);
+      loss_sum_.device->as<double>(), events);
 }
 
 // Their gradient is zero.
@@ -235,13 +243,13 @@ absl::Status DeviceBackend::CompleteUnreached(bool adds) {
     const ParameterPlace& place = job_.layout.place(p);
     if (reached_[p] || place.offset < 0) continue;
     float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
-    BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
+    BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*streams_.compute, p));
     // If the pass adds, the memory keeps the zeros, or the gradient, of the micro-steps before.
     if (!adds) {
       BALLAST_RETURN_IF_ERROR(
-          compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
+          streams_.compute->Zero(gradients + place.offset, place.elements * sizeof(float)));
     }
-    BALLAST_RETURN_IF_ERROR(buckets_->GradientReady(*compute_, p));
+    BALLAST_RETURN_IF_ERROR(buckets_->GradientReady(*streams_.compute, p));
   }
   return absl::OkStatus();
 }
@@ -254,7 +262,7 @@ absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
   if (read.ok()) read = ReadTimes();
   if (!read.ok()) {
     ForgetForward();
-    idle_.Clear();
+    seconds_.idle.Clear();
   }
   Fail(read, absl::StrCat("step ", step_)).IgnoreError();
 
@@ -267,7 +275,7 @@ absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
   gradient_path_->WaitSent();
   const double sending = stopwatch.Lap();
   finished_.send_seconds += sending;
-  waited_after_pass_ = reducing + sending;
+  seconds_.waited_after_pass = reducing + sending;
 
   const FinishedStep finished = std::exchange(finished_, {});
   BALLAST_RETURN_IF_ERROR(errors_.FinishStep());
@@ -275,9 +283,9 @@ absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
 }
 
 absl::Status DeviceBackend::ReadLoss() {
-  const absl::Span<std::byte> to = host_loss_sum_->bytes().subspan(0, sizeof(double));
-  BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, loss_sum_->data()));
-  BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));
+  const absl::Span<std::byte> to = loss_sum_.host->bytes().subspan(0, sizeof(double));
+  BALLAST_RETURN_IF_ERROR(streams_.compute->CopyToHost(to, loss_sum_.device->data()));
+  BALLAST_RETURN_IF_ERROR(streams_.compute->Record(*done_));
   BALLAST_RETURN_IF_ERROR(done_->Synchronize());
   finished_.loss_sum = *reinterpret_cast<const double*>(to.data());
   return absl::OkStatus();
@@ -285,19 +293,19 @@ absl::Status DeviceBackend::ReadLoss() {
 
 // After ReadLoss: all passes are done.
 absl::Status DeviceBackend::ReadTimes() {
-  BALLAST_ASSIGN_OR_RETURN(const double passing, passing_.Take());
+  BALLAST_ASSIGN_OR_RETURN(const double passing, seconds_.passing.Take());
   BALLAST_ASSIGN_OR_RETURN(const double for_buckets, buckets_->TakeWaitedSeconds());
-  BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, lacking_weights_.Take());
+  BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, seconds_.lacking_weights.Take());
   // Both waits are within the passes. The times are in single precision, so a difference may be a
   // little below zero.
   finished_.compute_seconds = std::max(0.0, passing - for_buckets - finished_.weights_seconds);
   NoteReduceWait(for_buckets);
-  if (idle_.begun()) idle_.Clear();  // The step has ended before its last pass.
-  BALLAST_ASSIGN_OR_RETURN(const double idle, idle_.Take());
+  if (seconds_.idle.begun()) seconds_.idle.Clear();  // The step has ended before its last pass.
+  BALLAST_ASSIGN_OR_RETURN(const double idle, seconds_.idle.Take());
   // This idle time began before the last FinishStep waited for reductions and the sink. That wait
   // was reported there and must not count twice.
-  finished_.idle_seconds = std::max(0.0, idle - std::exchange(waited_after_pass_, 0));
-  return idle_.Begin(*compute_);
+  finished_.idle_seconds = std::max(0.0, idle - std::exchange(seconds_.waited_after_pass, 0));
+  return seconds_.idle.Begin(*streams_.compute);
 }
 
 // Reductions wait while the optimizer occupies all places: that part of a wait for them counts as
@@ -305,7 +313,7 @@ absl::Status DeviceBackend::ReadTimes() {
 void DeviceBackend::NoteReduceWait(double seconds) {
   const double places_waited = gradient_path_->places_waited_seconds();
   const double sending =
-      std::min(seconds, places_waited - std::exchange(places_waited_, places_waited));
+      std::min(seconds, places_waited - std::exchange(seconds_.places_waited, places_waited));
   finished_.send_seconds += sending;
   finished_.reduce_seconds += seconds - sending;
 }
@@ -322,7 +330,7 @@ void DeviceBackend::GiveGather(bool all_there) {
   weights_->Expect(step_, all_there);
   gathering_ = true;
   gradient_path_->Give([this, step = step_] {
-    const absl::Status gathered = weights_->Gather(*communicate_, parts_.collective);
+    const absl::Status gathered = weights_->Gather(*streams_.communicate, parts_.collective);
     Fail(gathered, absl::StrCat("after step ", step, ": weights")).IgnoreError();
   });
 }
@@ -336,9 +344,9 @@ absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
   const auto give = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(BeginPass(input.batch));
     BALLAST_RETURN_IF_ERROR(
-        trace_->Around(*compute_, Track::kCompute, of, [&] { return GiveForward(input); }));
+        trace_->Around(*streams_.compute, Track::kCompute, of, [&] { return GiveForward(input); }));
     forward_given_ = true;
-    return lacking_weights_.Begin(*compute_);
+    return seconds_.lacking_weights.Begin(*streams_.compute);
   };
   return Fail(give(), absl::StrCat("step ", input.step, " forward pass"));
 }
@@ -347,8 +355,8 @@ void DeviceBackend::AbandonWeights() { weights_->Abandon(); }
 
 void DeviceBackend::ForgetForward() {
   forward_given_ = false;
-  passing_.Clear();
-  lacking_weights_.Clear();
+  seconds_.passing.Clear();
+  seconds_.lacking_weights.Clear();
   buckets_->ForgetWaitedSeconds();
 }
 
@@ -373,9 +381,9 @@ absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
   const auto read = [&]() -> absl::Status {
     // As for gradients: the device does not say whether a gather was aborted.
     BALLAST_RETURN_IF_ERROR(parts_.collective.Finish());
-    BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group, waited));
-    BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, spaces_.weights[group]->data()));
-    BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));
+    BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*streams_.compute, group, waited));
+    BALLAST_RETURN_IF_ERROR(streams_.compute->CopyToHost(to, spaces_.weights[group]->data()));
+    BALLAST_RETURN_IF_ERROR(streams_.compute->Record(*done_));
     return done_->Synchronize();
   };
   return Fail(read(), absl::StrCat("after step ", step_, ": reading the weights"));
@@ -409,12 +417,12 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
                      Name(group.return_dtype)));
   }
   BALLAST_ASSIGN_OR_RETURN(trace_, DeviceTrace::Create(device, parts_.timeline));
-  BALLAST_ASSIGN_OR_RETURN(compute_, device.CreateStream("compute"));
-  BALLAST_ASSIGN_OR_RETURN(communicate_, device.CreateStream("communicate"));
-  BALLAST_ASSIGN_OR_RETURN(copy_out_, device.CreateStream("copy_out"));
+  BALLAST_ASSIGN_OR_RETURN(streams_.compute, device.CreateStream("compute"));
+  BALLAST_ASSIGN_OR_RETURN(streams_.communicate, device.CreateStream("communicate"));
+  BALLAST_ASSIGN_OR_RETURN(streams_.copy_out, device.CreateStream("copy_out"));
   BALLAST_ASSIGN_OR_RETURN(done_, device.CreateEvent());
-  BALLAST_ASSIGN_OR_RETURN(loss_sum_, device.Allocate(sizeof(double), "the loss"));
-  BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, device.AllocateHost(sizeof(double), "the loss"));
+  BALLAST_ASSIGN_OR_RETURN(loss_sum_.device, device.Allocate(sizeof(double), "the loss"));
+  BALLAST_ASSIGN_OR_RETURN(loss_sum_.host, device.AllocateHost(sizeof(double), "the loss"));
   const DeviceNeeds needs{
       .provisional_weights = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
       .world_size = parts_.collective.world_size()};
@@ -424,26 +432,26 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
       buckets_, DeviceBuckets::Create(device, job_.layout, job_.buckets, backward_order));
   BALLAST_ASSIGN_OR_RETURN(
       reduction_,
-      DeviceReduction::Create({device, *communicate_, parts_.collective, job_, buckets_->order()},
-                              DeviceSpaces::PointersTo<float>(spaces_.gradients),
-                              options_.check_gradients));
+      DeviceReduction::Create(
+          {device, *streams_.communicate, parts_.collective, job_, buckets_->order()},
+          DeviceSpaces::PointersTo<float>(spaces_.gradients), options_.check_gradients));
   absl::StatusOr<std::unique_ptr<WeightsReturn>> weights = WeightsReturn::Create(
       device, job_, buckets_->order(), spaces_.WeightBytes(),
       {.rank = rank, .on_device = options_.on_device, .provisional = needs.provisional_weights},
       *trace_);
-  BALLAST_RETURN_IF_ERROR(ExplainMemory(weights.status(), device, job_, needs));
+  BALLAST_RETURN_IF_ERROR(ExplainMemory(weights.status(), job_, needs));
   weights_ = *std::move(weights);
-  BALLAST_ASSIGN_OR_RETURN(model_, make_model({device, *compute_, parts_.matmul}));
+  BALLAST_ASSIGN_OR_RETURN(model_, make_model({device, *streams_.compute, parts_.matmul}));
   model_->Place(job_.layout, {.weights = DeviceSpaces::PointersTo<BFloat16Bits>(spaces_.weights),
                               .gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients)});
   absl::StatusOr<std::unique_ptr<GradientPath>> path =
-      GradientPath::Create({device, *communicate_, *copy_out_, parts_.collective, job_, *buckets_,
-                            *reduction_, *trace_, errors_},
+      GradientPath::Create({device, *streams_.communicate, *streams_.copy_out, parts_.collective,
+                            job_, *buckets_, *reduction_, *trace_, errors_},
                            {.rank = rank,
                             .on_device = options_.on_device,
                             .staging_slots = options_.staging_slots,
                             .timeout = options_.timeout});
-  BALLAST_RETURN_IF_ERROR(ExplainMemory(path.status(), device, job_, needs));
+  BALLAST_RETURN_IF_ERROR(ExplainMemory(path.status(), job_, needs));
   gradient_path_ = *std::move(path);
   return absl::OkStatus();
 }
@@ -455,7 +463,7 @@ DeviceBackend::~DeviceBackend() {
   }
   // Their work uses memory of the members, which are destroyed next. End has waited for `copy_out`,
   // and ~WeightsReturn waits for `copy_in`.
-  for (DeviceStream* stream : {compute_.get(), communicate_.get()}) {
+  for (DeviceStream* stream : {streams_.compute.get(), streams_.communicate.get()}) {
     if (stream != nullptr) stream->Synchronize().IgnoreError();
   }
 }

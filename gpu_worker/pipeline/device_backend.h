@@ -1,9 +1,9 @@
-// A rank's passes on a GPU, and the way of its gradients and weights. device_backend.cc follows a
-// step from top to bottom; the table of streams and events is at its head.
+// A rank's passes on a GPU, and the transport of its gradients and weights. device_backend.cc
+// follows a step from top to bottom; it begins with the table of streams and events.
 //
-// Owns its threads: one that gives reductions and copies to their streams, in the order of the
-// buckets, and one that waits for the copies and calls the sink. Nothing in it synchronises the
-// device or a whole stream while a step runs.
+// It owns two threads. One gives reductions and copies to their streams, in the order of the
+// buckets. One waits for the copies and calls the sink. Nothing in it synchronises the device or a
+// whole stream while a step runs.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_BACKEND_H_
 #define BALLAST_GPU_WORKER_PIPELINE_DEVICE_BACKEND_H_
 
@@ -30,11 +30,11 @@ struct DeviceBackendOptions {
   int sequences = 1;  // The most that a micro-step of this rank has.
   Accumulation accumulation = Accumulation::kService;
   bool check_gradients = false;
-  // The optimizer's work is done on the device too (--optimizer=local): payloads are device memory,
-  // and weights(chunk) is where the passes read them.
+  // The optimizer works on the device too (--optimizer=local): payloads are device memory, and the
+  // passes read weights at weights(chunk).
   bool on_device = false;
   int staging_slots = 32;
-  // How long a gradient waits for the optimizer to release one before it.
+  // How long a gradient waits for the optimizer to release the previous one.
   absl::Duration timeout = absl::Minutes(10);
 };
 
@@ -47,14 +47,14 @@ struct DeviceBackendParts {
   Timeline* timeline = nullptr;
 };
 
-// What was pushed is released before the backend is destroyed: destroy the optimizer first.
+// All payloads must be released before the backend is destroyed: destroy the optimizer first.
 //
-// INVALID_ARGUMENT unless weights return in bf16; RESOURCE_EXHAUSTED, naming what to make smaller,
-// if the GPU's memory is too small.
+// INVALID_ARGUMENT unless weights return in bf16; RESOURCE_EXHAUSTED, with what to make smaller, if
+// the GPU's memory is too small.
 absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackend(
     const DeviceBackendOptions& options, const DeviceBackendParts& parts);
 
-// The same around other passes, for tests. `options.model` and `options.sequences` are not used.
+// The same with other passes, for tests. `options.model` and `options.sequences` are not used.
 using MakeDeviceModel =
     std::function<absl::StatusOr<std::unique_ptr<DeviceGpt>>(const DeviceGptParts& parts)>;
 absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackendOf(

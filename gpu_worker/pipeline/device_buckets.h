@@ -46,13 +46,13 @@ class DeviceBuckets {
 
   // A pass begins: micro-step `micro_step` of the `micro_steps` that the next reduction sums.
   absl::Status StartPass(DeviceStream& compute, uint32_t micro_step, uint32_t micro_steps);
-  // What is given to `compute` next writes the parameter's gradient. Waits until the reductions
-  // have released its buckets. More than once a pass is the same as once.
+  // The next work of `compute` writes the parameter's gradient. Waits until the reductions have
+  // released its buckets. Repeating it in a pass has no effect.
   absl::Status BeforeGradient(DeviceStream& compute, int parameter);
   // Once for each parameter of a pass, after BeforeGradient.
   absl::Status GradientReady(DeviceStream& compute, int parameter);
-  // Seconds that `compute` waited for reductions, since the last call of this, by the device's
-  // clock, and forgets them. `compute` has done all that it was given.
+  // The time that `compute` waited for reductions since the last call, in seconds, by the device's
+  // clock. `compute` has done all its work.
   absl::StatusOr<double> TakeWaitedSeconds() { return waited_.Take(); }
   void ForgetWaitedSeconds() { waited_.Clear(); }
 
@@ -62,9 +62,9 @@ class DeviceBuckets {
   absl::Status WaitReady(DeviceStream& communicate, int bucket);
   // Its reduction follows, with all micro-steps in it.
   void StartReducing(int bucket);
-  // The last work that reads what was reduced was given to the stream.
+  // The last work that reads the reduced values was given to the stream.
   absl::Status Release(DeviceStream& communicate, int bucket);
-  // As recorded last.
+  // As last recorded.
   DeviceEvent& released(int bucket) { return *events_[bucket].released; }
 
   // Every wait, now and later, ends with CANCELLED.

@@ -1,10 +1,10 @@
-// The device's clock on the host's: when a stream did what lies between two events, in time points
-// of the timeline.
+// Converts the device's clock to the host's: when a stream did the work between two events, in time
+// points of the timeline.
 //
 // A device returns only the time between two events, in milliseconds as a float: over a minute
-// accurate to microseconds, over hours only to half a millisecond. And two clocks drift apart, by
-// the error of the one's crystal and the slew of the other. So both are read together again and
-// again, on a stream of the clock's own: no other stream is waited for, none waits.
+// accurate to microseconds, over hours only to half a millisecond. Also, two clocks drift apart. So
+// both are read together again and again, on the clock's own stream, without a wait of other
+// streams.
 //
 // Used by one thread at a time.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_CLOCK_H_
@@ -21,7 +21,7 @@
 
 namespace ballast::worker {
 
-// The host's clock, for tests one of their own.
+// The host's clock; tests have their own.
 using HostClock = std::function<Timeline::Clock::time_point()>;
 
 class DeviceClock {

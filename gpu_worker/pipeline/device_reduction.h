@@ -1,6 +1,5 @@
-// What `communicate` is given for a gradient bucket: the search for elements that are not finite,
-// the reduce-scatter, and rounding for the wire. It gives work; ordering the work is for its
-// callers.
+// The work of `communicate` for a gradient bucket: the search for non-finite elements, the
+// reduce-scatter, and rounding for the wire. Its callers order the work.
 //
 // Threads: one caller at a time.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_REDUCTION_H_
@@ -33,8 +32,8 @@ class DeviceReduction {
     const BucketOrder& order;
   };
 
-  // `gradients`: by group, flat spaces on the device. `check`: Reduce looks for elements that are
-  // not finite. Everything is borrowed until destruction.
+  // `gradients`: by group, flat spaces on the device. `check`: Reduce searches for non-finite
+  // elements. Everything is borrowed until destruction.
   static absl::StatusOr<std::unique_ptr<DeviceReduction>> Create(const Parts& parts,
                                                                  std::vector<float*> gradients,
                                                                  bool check);
@@ -48,7 +47,7 @@ class DeviceReduction {
   std::optional<NonFinite> TakeNonFinite();
 
  private:
-  // Where searches leave what they find; on the host, for copies.
+  // Results of the searches; on the host, for copies.
   struct Found {
     uint64_t none = 0;
     uint64_t position = 0;

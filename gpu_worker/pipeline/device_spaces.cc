@@ -3,8 +3,8 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/device/matmul.h"
 
@@ -42,16 +42,14 @@ std::vector<absl::Span<std::byte>> DeviceSpaces::WeightBytes() const {
 absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& job,
                                             const DeviceNeeds& needs) {
   absl::StatusOr<DeviceSpaces> spaces = Allocate(device, job);
-  if (!spaces.ok()) return ExplainMemory(spaces.status(), device, job, needs);
+  if (!spaces.ok()) return ExplainMemory(spaces.status(), job, needs);
   return spaces;
 }
 
-absl::Status ExplainMemory(const absl::Status& status, const Device& device, const TrainingJob& job,
+absl::Status ExplainMemory(const absl::Status& status, const TrainingJob& job,
                            const DeviceNeeds& needs) {
-  // The host's memory may be too small with the same code; only the device's errors have its name.
-  if (!absl::IsResourceExhausted(status) || !absl::StrContains(status.message(), device.name())) {
-    return status;
-  }
+  // The host's memory may be too small with the same code.
+  if (ReasonOf(status) != reason::kDeviceMemoryFull) return status;
   int64_t elements = 0;
   for (const int64_t of_group : job.group_elements) elements += of_group;
   std::string sizes = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",

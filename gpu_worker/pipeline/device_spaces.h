@@ -1,5 +1,5 @@
-// The device memory that a model's flat spaces take: weights in bf16 and gradients in fp32; by
-// group, as long as its buckets reach.
+// The device memory of a model's flat spaces: weights in bf16 and gradients in fp32; by group, as
+// long as its buckets reach.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_
 #define BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_
 
@@ -28,7 +28,7 @@ struct DeviceSpaces {
   std::vector<absl::Span<std::byte>> WeightBytes() const;
 };
 
-// What a rank's backend needs of the device besides activations.
+// A rank's needs on the device besides activations.
 struct DeviceNeeds {
   bool provisional_weights = false;  // Provisional weights of its partition.
   int world_size = 1;
@@ -38,9 +38,9 @@ struct DeviceNeeds {
 absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& job,
                                             const DeviceNeeds& needs);
 
-// A RESOURCE_EXHAUSTED of the device's with what the model needs there and what to make smaller;
-// other errors, and those of the host's memory, as they are.
-absl::Status ExplainMemory(const absl::Status& status, const Device& device, const TrainingJob& job,
+// Adds to a device's RESOURCE_EXHAUSTED what the model needs there and what to make smaller. Other
+// errors, and those about the host's memory, do not change.
+absl::Status ExplainMemory(const absl::Status& status, const TrainingJob& job,
                            const DeviceNeeds& needs);
 
 }  // namespace ballast::worker

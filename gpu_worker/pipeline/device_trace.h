@@ -1,8 +1,8 @@
-// When a device's streams did what, for a timeline on the host's clock: events around what a stream
-// is given, read once they are done. Without a timeline nothing is recorded, at no cost; one that
-// keeps no spans has ranges of the thread that gives the work, for a profiler.
+// The times of a device's streams, for a timeline on the host's clock: events around work, read
+// once they are done. Without a timeline it records nothing, at no cost. For a timeline without
+// spans the giving thread has ranges for a profiler.
 //
-// Thread-safe; each stream keeps the rule of its own.
+// Thread-safe, but each stream keeps its own rule.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_
 #define BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_
 
@@ -22,8 +22,8 @@ namespace ballast::worker {
 
 class DeviceTrace {
  public:
-  // `timeline` is nullable. Where it keeps spans, waits once for the device, to set its clock
-  // against the host's. Borrows both until destruction, which waits for what is still to be read.
+  // `timeline` is nullable. If it keeps spans, waits once for the device, to compare its clock with
+  // the host's. Borrows both until destruction, which waits for outstanding reads.
   static absl::StatusOr<std::unique_ptr<DeviceTrace>> Create(Device& device, Timeline* timeline,
                                                              HostClock now = Timeline::Clock::now);
 
@@ -50,7 +50,7 @@ class DeviceTrace {
   // Null: nothing is recorded. Used by the completions' thread.
   std::unique_ptr<DeviceClock> clock_;
   Mutex mutex_;
-  // As many as the most spans that waited to be read at one time.
+  // As many as the maximal number of unread spans.
   std::vector<std::unique_ptr<Ends>> pool_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<Completions> completions_;  // Last: its calls use all of the above.
 };

@@ -1,12 +1,12 @@
 // The way of a bucket from backward to the optimizer: a thread that gives reductions and copies to
-// their streams, in the one order of all ranks, and after it the sender. The same thread gives the
+// their streams, in the same order on all ranks, followed by the sender. The same thread gives the
 // gathers of weights, so that all collectives of a rank have one order.
 //
-// After an error of the optimizer it goes on with the reductions alone, so that no rank waits for
-// this one; after a failure it stops.
+// After an error of the optimizer it continues with the reductions alone, so that no rank waits for
+// this one. After a failure it stops.
 //
 // Threads: one calls Give, BeginPass, EndPass, the waits and UseGradientMemory; any calls Stop.
-// `communicate`, `copy_out` and the collective are this thread's, until End.
+// `communicate`, `copy_out` and the collective belong to this thread until End.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_PATH_H_
 #define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_PATH_H_
 
@@ -58,7 +58,7 @@ class GradientPath {
     uint64_t step = 0;
     uint32_t micro_step = 0;
     uint32_t micro_steps = 1;
-    // Backward adds up the step's micro-steps; what it sums is reduced with the last.
+    // Backward sums the step's micro-steps; the sum is reduced with the last.
     bool sums_here = false;
     bool last() const { return micro_step + 1 == micro_steps; }
   };
@@ -74,9 +74,9 @@ class GradientPath {
     return places_->Use(memory);
   }
 
-  // The thread does `work` after what it was given before, unless it has ended after a failure.
+  // The thread does `work` after all earlier work, unless it has ended after a failure.
   void Give(std::function<void()> work);
-  // Waits until all that was given is done, or the thread has ended.
+  // Waits until all work is done, or the thread has ended.
   void WaitGiven();
 
   void BeginPass(const Pass& pass);
@@ -110,13 +110,13 @@ class GradientPath {
   void WaitForStreams();
   absl::Status Communicate(const Pass& pass);
   absl::Status ReduceAndSend(int bucket, const Pass& pass);
-  // This rank's part of the sum, on `communicate`; null where it is not to be sent.
+  // This rank's part of the sum, on `communicate`; null if it is not to be sent.
   absl::StatusOr<const float*> Reduce(int bucket, const Pass& pass);
   absl::Status SendGradient(int bucket, const Pass& pass, const float* gradient);
   absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* gradient);
   absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);
   // Takes a bucket's places, and calls give(first element in the shard, chunk or -1 for several,
-  // place) for each row of neighbours: their memory is one place. What was given is then pushed.
+  // place) for each row of adjacent places in memory. Then pushes the chunks.
   absl::Status GiveRows(int bucket, const Pass& pass, DeviceStream& stream,
                         absl::FunctionRef<absl::Status(int64_t, int, absl::Span<std::byte>)> give);
   std::optional<GradientSlots::Place> TakePlace(int chunk, const Pass& pass);

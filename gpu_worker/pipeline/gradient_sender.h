@@ -1,11 +1,11 @@
-// Hands this rank's gradients to the optimizer, on a thread of its own: the chunks of a bucket
-// after their event is done, in the order in which they were given.
+// Hands this rank's gradients to the optimizer, on its own thread: the chunks of a bucket after
+// their event, in the order of the pushes.
 //
 // After an error it hands over nothing more (GradientSink), but still waits for each event before
 // it releases the payload: memory stays until the copies to it are done.
 //
-// Threads: Push and EndMicroStep from one, WaitIdle from any. The queue is bounded by the places
-// (gradient_slots.h) and the buckets' micro-steps.
+// Threads: Push and EndMicroStep from one, WaitIdle from any. The places (gradient_slots.h) and the
+// buckets' micro-steps bound the queue.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SENDER_H_
 #define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SENDER_H_
 
@@ -32,13 +32,13 @@ class GradientSender {
   // Before anything is pushed.
   void Start(GradientSink& sink) { sink_ = &sink; }
 
-  // The payloads are complete when the work that `stream` has so far is done: one event for all,
-  // because events, threads that wake up and queues are what many chunks cost. An error is the
+  // The payloads are complete when the present work of `stream` is done. All share one event,
+  // because events, thread wake-ups and queues dominate the cost of many chunks. An error is the
   // device's, and the payloads are not released.
   absl::Status Push(DeviceStream& stream, uint64_t step, std::vector<client::GradientPush> pushes);
   void EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used);
 
-  // Waits until all that was given is handed over or released.
+  // Waits until everything pushed is handed over or released.
   void WaitIdle() { completions_.WaitIdle(); }
 
  private:

@@ -124,11 +124,11 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
   if (shared_->cancelled) return absl::CancelledError("the backend has stopped");
   // The place decides and not the clock: it may have become free at the deadline.
   if (shared_->taken[chunk]) {
-    return absl::DeadlineExceededError(absl::StrCat(
-        "chunk ", chunk, " of micro-step ", micro_step, " waited ",
-        absl::FormatDuration(options_.timeout),
-        " for the optimizer to take what it was sent before, or for the sum of that, which waits "
-        "for another rank; see whether both still run"));
+    return absl::DeadlineExceededError(
+        absl::StrCat("chunk ", chunk, " of micro-step ", micro_step, " waited ",
+                     absl::FormatDuration(options_.timeout),
+                     ": the optimizer has not taken the chunk's previous gradient, or its sum "
+                     "waits for another rank; check that both still run"));
   }
   shared_->taken[chunk] = true;
   // A release wakes the thread only if it waits for this chunk: the others of its bucket would wake

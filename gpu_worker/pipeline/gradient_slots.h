@@ -1,12 +1,12 @@
-// Where a chunk's gradient is between the reduction and the optimizer, in the wire dtype: the
-// optimizer's memory on the host, pinned; a slot of the staging ring; or, where the optimizer is on
-// the device too, device memory as large as the partition.
+// Where a chunk's gradient is between the reduction and the optimizer, in the wire dtype. It is in
+// the optimizer's memory on the host, pinned; in a slot of the staging ring; or, if the optimizer
+// is on the device too, in device memory as large as the partition.
 //
-// A chunk's own place is taken by one micro-step at a time, a slot by one chunk; both wait. So the
-// memory is bounded, and a slow optimizer delays the reductions.
+// One micro-step at a time takes a chunk's own place, and one chunk at a time takes a slot; both
+// wait. So the memory is bounded, and a slow optimizer delays the reductions.
 //
-// Threads: one takes and waits; any releases, and cancels. A place may be released after the
-// destruction of this object.
+// Threads: one takes and waits; any releases, and cancels. A place may be released after this
+// object's destruction.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SLOTS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SLOTS_H_
 
@@ -41,20 +41,20 @@ class GradientSlots {
                                                                absl::Span<const GroupSpec> groups,
                                                                const GradientSlotsOptions& options);
 
-  // TrainingBackend::UseGradientMemory; nothing may be taken. On the device nothing changes.
+  // TrainingBackend::UseGradientMemory; no place may be taken. No effect on the device.
   absl::Status Use(const std::function<absl::Span<std::byte>(int chunk)>& memory);
 
   struct Place {
     absl::Span<std::byte> bytes;     // As large as the chunk's payload.
-    std::function<void()> released;  // To be called once, from any thread.
+    std::function<void()> released;  // Call it once, from any thread.
   };
-  // DEADLINE_EXCEEDED, naming the chunk and the micro-step, if the optimizer still occupies the
-  // place; CANCELLED once Cancel was called.
+  // DEADLINE_EXCEEDED, with the chunk and the micro-step, if the optimizer still occupies the
+  // place; CANCELLED after Cancel.
   absl::StatusOr<Place> Take(int chunk, uint32_t micro_step);
   // Whether Take would not wait. Called by the thread that takes.
   bool IsFree(int chunk) const;
-  // Waits until all of these are free, if each has a place of its own: one wait costs less than one
-  // for each. False if they are not, or Take would return an error.
+  // If each of these has its own place, waits until all are free: one wait costs less than many.
+  // False if they do not, or if Take would return an error.
   bool AwaitFree(absl::Span<const int> chunks);
   void Cancel();
 

@@ -1,4 +1,4 @@
-// Memory of the optimizer's in many pieces, pinned in as few as can be.
+// Pins the optimizer's memory, given in many pieces, in as few pieces as possible.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_PINNED_SPANS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_PINNED_SPANS_H_
 
@@ -13,8 +13,8 @@
 
 namespace ballast::worker {
 
-// Pins `spans`, of which some may be empty; what shares a page is pinned together, because pages
-// are pinned whole and none twice. `what` and errors are those of Device::PinHost.
+// Pins `spans`, some of which may be empty. Spans that share a page are pinned together, because
+// pages are pinned whole and only once. `what` and errors as in Device::PinHost.
 absl::StatusOr<std::vector<std::unique_ptr<HostMemory>>> PinSpans(
     Device& device, std::vector<absl::Span<std::byte>> spans, absl::string_view what);
 

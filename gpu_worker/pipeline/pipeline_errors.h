@@ -1,10 +1,10 @@
-// What went wrong in a pipeline of several threads, the first of each kind. A step's error is the
-// optimizer's and ends with the step: the pipeline goes on without handing over. A failure is the
+// The errors of a pipeline of several threads, the first of each kind. A step's error is the
+// optimizer's and ends with the step: the pipeline continues without handing over. A failure is the
 // device's or a collective's and is permanent: everything stops.
 //
 // A failure outranks an error of the step, in either order: the caller must learn at once that
-// there is no next step. The failure's message contains an earlier error of the step, since that
-// may be the cause.
+// there is no next step. The failure's message contains an earlier error of the step, which may be
+// the cause.
 //
 // Thread-safe.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_
@@ -23,8 +23,8 @@ namespace ballast::worker {
 
 class PipelineErrors {
  public:
-  // `on_failure` is called with the first failure, by the thread that had it and under no lock; it
-  // wakes all others.
+  // `on_failure` is called with the first failure, by the failing thread without a lock; it wakes
+  // all others.
   explicit PipelineErrors(std::function<void()> on_failure) : on_failure_(std::move(on_failure)) {}
 
   void FailStep(const absl::Status& status) {
@@ -53,9 +53,9 @@ class PipelineErrors {
     MutexLock lock(mutex_);
     return failure_.ok() ? step_error_ : failure_;
   }
-  // Whether there is one: cheap, to be asked for each of thousands of chunks.
+  // Whether there is an error. Cheap enough for each of thousands of chunks.
   bool any() const { return any_; }
-  // As current; the step's own error is cleared.
+  // As current, and clears the step's own error.
   absl::Status FinishStep() {
     MutexLock lock(mutex_);
     const absl::Status step_error = std::exchange(step_error_, absl::OkStatus());

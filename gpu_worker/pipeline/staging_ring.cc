@@ -75,11 +75,11 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
   changed_.NotifyAll();  // It is another call's turn.
   if (cancelled_) return absl::CancelledError("the staging buffers are not needed any more");
   if (!mine) {
-    return absl::DeadlineExceededError(absl::StrCat(
-        "waited ", absl::FormatDuration(timeout_), " for one of ", slots_, " staging buffers of ",
-        slot_bytes_,
-        " bytes: the optimizer gives none back, or their sums wait for another rank; see whether "
-        "both run"));
+    return absl::DeadlineExceededError(
+        absl::StrCat("waited ", absl::FormatDuration(timeout_), " for one of ", slots_,
+                     " staging buffers of ", slot_bytes_,
+                     " bytes: the optimizer, or a sum that waits for another rank, still uses "
+                     "them; check that both run"));
   }
   const size_t index = free_.back();
   free_.pop_back();

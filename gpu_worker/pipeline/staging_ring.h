@@ -52,9 +52,9 @@ class StagingRing {
   ~StagingRing();
 
   // Waits for a slot, in the order of the calls. DEADLINE_EXCEEDED after the timeout: the optimizer
-  // has them all; CANCELLED once Cancel was called, for waiting and later calls.
+  // has all slots; CANCELLED after Cancel, for waiting and later calls.
   absl::StatusOr<Slot> Take();
-  // Whether a Take would not wait, if no other call comes before it.
+  // Whether a Take would not wait, if it is the next one.
   bool HasFree() const;
   void Cancel();
 

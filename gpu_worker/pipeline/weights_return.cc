@@ -26,12 +26,8 @@ WeightsReturn::WeightsReturn(const TrainingJob& job, const BucketOrder& order,
       live_(std::move(live)),
       options_(options),
       trace_(trace),
-      targets_(job.layout.chunks().size(), nullptr),
-      bucket_of_chunk_(job.layout.chunks().size(), -1),
-      places_(job.layout.chunks().size()),
-      copied_(job.layout.chunks().size(), false),
-      provisional_(job.layout.chunks().size(), false),
-      arrived_(job.layout.chunks().size(), false),
+      targets_(job.layout.chunks().size()),
+      arriving_(job.layout.chunks().size()),
       awaited_(job.buckets.size(), false) {}
 
 absl::StatusOr<std::unique_ptr<WeightsReturn>> WeightsReturn::Create(
@@ -47,8 +43,8 @@ absl::StatusOr<std::unique_ptr<WeightsReturn>> WeightsReturn::Create(
 absl::Status WeightsReturn::Init(Device& device) {
   device_ = &device;
   MutexLock lock(mutex_);
-  BALLAST_ASSIGN_OR_RETURN(copy_in_, device.CreateStream("copy_in"));
-  BALLAST_ASSIGN_OR_RETURN(copies_, device.CreateEvent());
+  BALLAST_ASSIGN_OR_RETURN(copies_.stream, device.CreateStream("copy_in"));
+  BALLAST_ASSIGN_OR_RETURN(copies_.last, device.CreateEvent());
   size_t buffer_bytes = 0;
   for (const Bucket& bucket : job_.buckets) buffer_bytes += bucket.shard_elements * kElementBytes;
   std::byte* next = nullptr;
@@ -67,8 +63,8 @@ absl::Status WeightsReturn::Init(Device& device) {
                                     : std::exchange(next, next + shard_bytes),
                  shard_bytes};
     for (const int chunk : made.shard.chunks) {
-      bucket_of_chunk_[chunk] = static_cast<int>(buckets_.size()) - 1;
-      targets_[chunk] =
+      targets_[chunk].bucket = static_cast<int>(buckets_.size()) - 1;
+      targets_[chunk].data =
           made.mine.data() + (job_.layout.chunks()[chunk].begin - begin) * kElementBytes;
     }
     BALLAST_ASSIGN_OR_RETURN(made.copied, device.CreateEvent());
@@ -80,7 +76,7 @@ absl::Status WeightsReturn::Init(Device& device) {
 WeightsReturn::~WeightsReturn() {
   MutexLock lock(mutex_);
   // Copies read the host memory until they are done; a device that is lost does none.
-  if (copies_ != nullptr) WaitForCopies().IgnoreError();
+  if (copies_.last != nullptr) WaitForCopies().IgnoreError();
 }
 
 // ---------------------------------------------------------------- weights as they arrive
@@ -91,7 +87,7 @@ size_t WeightsReturn::SizeBytesOf(int chunk) const {
 
 absl::Span<std::byte> WeightsReturn::at(int chunk) const {
   if (!options_.on_device) return {};
-  return {targets_[chunk], SizeBytesOf(chunk)};
+  return {targets_[chunk].data, SizeBytesOf(chunk)};
 }
 
 absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
@@ -100,15 +96,13 @@ absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int ch
   // Copies from the old memory end before it is unpinned.
   const absl::Status copied = WaitForCopies();
   pins_.clear();
-  std::fill(copied_.begin(), copied_.end(), false);
-  std::fill(provisional_.begin(), provisional_.end(), false);
-  std::fill(arrived_.begin(), arrived_.end(), false);
+  for (Arriving& chunk : arriving_) chunk.copied = chunk.provisional = chunk.arrived = false;
   std::vector<absl::Span<std::byte>> spans;
   for (const int chunk : job_.layout.chunks_of_rank(options_.rank)) {
     const absl::Span<std::byte> place = memory(chunk);
     Check(place.empty() || place.size() == SizeBytesOf(chunk),
           "the optimizer's memory for a chunk's weights has their size");
-    places_[chunk] = place;
+    arriving_[chunk].place = place;
     spans.push_back(place);
   }
   // Not before this: also after an error the old memory is unpinned, because its owner is about to
@@ -120,11 +114,12 @@ absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int ch
 }
 
 absl::Status WeightsReturn::WaitForCopies() {
-  // If CopyIn returned an error, `copies_` stands for earlier copies, and the stream itself is
+  // If CopyIn returned an error, `last` stands for earlier copies, and the stream itself is
   // awaited.
-  const absl::Status copied = marked_ ? copies_->Synchronize() : copy_in_->Synchronize();
+  const absl::Status copied =
+      copies_.marked ? copies_.last->Synchronize() : copies_.stream->Synchronize();
   // After an error copies may still be in progress.
-  if (!copied.ok()) copy_in_->Synchronize().IgnoreError();
+  if (!copied.ok()) copies_.stream->Synchronize().IgnoreError();
   return copied;
 }
 
@@ -132,13 +127,13 @@ absl::Status WeightsReturn::WaitForCopies() {
 // writes others only after the chunk's final push of the next step (client/session.h), and the pass
 // before that push waits for this copy.
 absl::Status WeightsReturn::CopyIn(int bucket) {
-  marked_ = false;
-  DeviceStream& stream = *copy_in_;
+  copies_.marked = false;
+  DeviceStream& stream = *copies_.stream;
   absl::Span<const std::byte> row;  // Neighbours, here and on the device.
   std::byte* to = nullptr;
   int first = -1;
   int last = -1;
-  const uint64_t step = copy_step_;
+  const uint64_t step = copies_.step;
   const auto end_row = [&]() -> absl::Status {
     if (row.empty()) return absl::OkStatus();
     const SpanOf of{.step = step, .bucket = bucket, .chunk = first == last ? first : -1};
@@ -149,52 +144,52 @@ absl::Status WeightsReturn::CopyIn(int bucket) {
   // Without the buffer a copy goes to the live weights. These are decided ones, and no pass whose
   // result counts still reads the old ones: FinishStep has waited for the step's passes.
   for (const int chunk : buckets_[bucket].shard.chunks) {
-    const absl::Span<const std::byte> from = places_[chunk];
-    if (copied_[chunk] || from.empty()) continue;
-    copied_[chunk] = true;
-    if (!row.empty() && row.end() == from.begin() && to + row.size() == targets_[chunk]) {
+    const absl::Span<const std::byte> from = arriving_[chunk].place;
+    if (arriving_[chunk].copied || from.empty()) continue;
+    arriving_[chunk].copied = true;
+    if (!row.empty() && row.end() == from.begin() && to + row.size() == targets_[chunk].data) {
       row = {row.data(), row.size() + from.size()};
     } else {
       BALLAST_RETURN_IF_ERROR(end_row());
       row = from;
-      to = targets_[chunk];
+      to = targets_[chunk].data;
       first = chunk;
     }
     last = chunk;
   }
   BALLAST_RETURN_IF_ERROR(end_row());
-  BALLAST_RETURN_IF_ERROR(stream.Record(*copies_));
-  marked_ = true;
+  BALLAST_RETURN_IF_ERROR(stream.Record(*copies_.last));
+  copies_.marked = true;
   return absl::OkStatus();
 }
 
 void WeightsReturn::OnProvisional(int chunk) {
   MutexLock lock(mutex_);
-  if (buffer_ == nullptr || places_[chunk].empty()) return;  // Copied when they are final.
-  provisional_[chunk] = true;
-  const int bucket = bucket_of_chunk_[chunk];
+  if (buffer_ == nullptr || arriving_[chunk].place.empty()) return;  // Copied when they are final.
+  arriving_[chunk].provisional = true;
+  const int bucket = targets_[chunk].bucket;
   // A whole bucket at a time, because neighbours are then one copy; the gather needs the whole
   // bucket anyway.
-  if (CanBeCopied(buckets_[bucket])) copy_status_.Update(CopyIn(bucket));
+  if (CanBeCopied(buckets_[bucket])) copies_.status.Update(CopyIn(bucket));
 }
 
 void WeightsReturn::OnDropped(int chunk) {
   MutexLock lock(mutex_);
   // A copy of it may be in progress and read bytes that are being replaced. The chunk is copied
   // again later, on the same stream, so the new bytes are the last.
-  provisional_[chunk] = false;
-  copied_[chunk] = false;
+  arriving_[chunk].provisional = false;
+  arriving_[chunk].copied = false;
 }
 
 void WeightsReturn::OnWeights(int chunk) {
   MutexLock lock(mutex_);
-  arrived_[chunk] = true;
-  const int bucket = bucket_of_chunk_[chunk];
+  arriving_[chunk].arrived = true;
+  const int bucket = targets_[chunk].bucket;
   if (!HasArrived(buckets_[bucket])) return;
   // Provisional weights that were not dropped are final now, and their copies count.
   bool copied = true;
-  for (const int of_bucket : buckets_[bucket].shard.chunks) copied &= copied_[of_bucket];
-  if (!copied) copy_status_.Update(CopyIn(bucket));
+  for (const int of_bucket : buckets_[bucket].shard.chunks) copied &= arriving_[of_bucket].copied;
+  if (!copied) copies_.status.Update(CopyIn(bucket));
   changed_.NotifyAll();
 }
 
@@ -223,14 +218,14 @@ void WeightsReturn::Stop() {
 
 bool WeightsReturn::HasArrived(const PerBucket& bucket) const {
   for (const int chunk : bucket.shard.chunks) {
-    if (!arrived_[chunk]) return false;
+    if (!arriving_[chunk].arrived) return false;
   }
   return true;
 }
 
 bool WeightsReturn::CanBeCopied(const PerBucket& bucket) const {
   for (const int chunk : bucket.shard.chunks) {
-    if (!arrived_[chunk] && !provisional_[chunk]) return false;
+    if (!arriving_[chunk].arrived && !arriving_[chunk].provisional) return false;
   }
   return true;
 }
@@ -240,20 +235,21 @@ absl::Status WeightsReturn::CopyRest(int index) {
   MutexLock lock(mutex_);
   while (!stopped_ && !abandoned_ && !all_there_ && !HasArrived(bucket)) changed_.Wait(mutex_);
   if (stopped_) return Stopped();
-  BALLAST_RETURN_IF_ERROR(copy_status_);
+  BALLAST_RETURN_IF_ERROR(copies_.status);
   bool copied = true;
   for (const int chunk : bucket.shard.chunks) {
-    Check(copied_[chunk] || abandoned_ || !places_[chunk].empty(),
+    Check(arriving_[chunk].copied || abandoned_ || !arriving_[chunk].place.empty(),
           "an optimizer on the host has memory for weights");
-    copied &= copied_[chunk];
+    copied &= arriving_[chunk].copied;
   }
   // Weights that arrived without a notice, for example in a Join.
   if (!copied && !abandoned_) BALLAST_RETURN_IF_ERROR(CopyIn(index));
   // Cleared here and not in Expect: provisional weights of the next step come before its Expect.
   for (const int chunk : bucket.shard.chunks) {
-    copied_[chunk] = arrived_[chunk] = provisional_[chunk] = false;  // The next weights are others.
+    arriving_[chunk].copied = arriving_[chunk].arrived = arriving_[chunk].provisional =
+        false;  // The next weights are others.
   }
-  return copy_in_->Record(*bucket.copied);
+  return copies_.stream->Record(*bucket.copied);
 }
 
 absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& collective) {
@@ -262,11 +258,11 @@ absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& 
     BALLAST_RETURN_IF_ERROR(GatherBucket(communicate, collective, *b));
   }
   MutexLock lock(mutex_);
-  copy_step_ = step_ + 1;
+  copies_.step = step_ + 1;
   // The next weights are copied over what these gathers read.
   if (order_.reduction.empty() || options_.on_device) return absl::OkStatus();
   // The first bucket in backward's order was gathered last, and `communicate` works in order.
-  return copy_in_->Wait(*buckets_[order_.reduction.front()].gathered);
+  return copies_.stream->Wait(*buckets_[order_.reduction.front()].gathered);
 }
 
 absl::Status WeightsReturn::GatherBucket(DeviceStream& communicate, DeviceCollective& collective,

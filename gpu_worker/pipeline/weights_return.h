@@ -63,8 +63,8 @@ class WeightsReturn {
   void OnDropped(int chunk);
   void OnWeights(int chunk);
 
-  // A Gather of the weights of `step` follows: of the chunks that OnWeights announces, or, if
-  // `all_there`, of what is in the memory.
+  // A Gather of the weights of `step` follows: of chunks announced by OnWeights, or, if
+  // `all_there`, of the present contents of the memory.
   void Expect(uint64_t step, bool all_there);
   // The expected Gather waits for no more chunks.
   void Abandon();
@@ -87,13 +87,32 @@ class WeightsReturn {
     bool waited_for = true;                 // Since the last Expect, by the passes' stream.
   };
 
+  struct Target {
+    std::byte* data = nullptr;  // On the device; null: another rank's.
+    int bucket = -1;            // -1: another rank's.
+  };
+  struct Arriving {
+    absl::Span<std::byte> place;  // On the host.
+    bool copied = false;          // Given to copy_in, as it is now.
+    bool provisional = false;     // Its provisional weights have arrived and were not dropped.
+    bool arrived = false;         // OnWeights since the last gather.
+  };
+  // The stream on which weights go to the device.
+  struct Copies {
+    std::unique_ptr<DeviceStream> stream;
+    std::unique_ptr<DeviceEvent> last;  // After the last copy.
+    bool marked = true;                 // `last` is recorded after it.
+    uint64_t step = 0;                  // The arriving weights', for the trace.
+    absl::Status status;                // Errors of calls that return none.
+  };
+
   WeightsReturn(const TrainingJob& job, const BucketOrder& order,
                 std::vector<absl::Span<std::byte>> live, const WeightsReturnOptions& options,
                 DeviceTrace& trace);
   absl::Status Init(Device& device);
   size_t SizeBytesOf(int chunk) const;
   absl::Status WaitForCopies() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What of the bucket is not copied yet, neighbours at once.
+  // The uncopied chunks of the bucket, adjacent ones together.
   absl::Status CopyIn(int bucket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasArrived(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether all of it can be copied, if some of it only provisionally.
@@ -110,32 +129,22 @@ class WeightsReturn {
   const WeightsReturnOptions options_;
   DeviceTrace& trace_;
   Device* device_ = nullptr;
-  std::unique_ptr<DeviceMemory> buffer_;  // Null where weights go straight to their live place.
+  std::unique_ptr<DeviceMemory> buffer_;  // Null if weights go directly to their live place.
   std::vector<PerBucket> buckets_;
-  std::vector<std::byte*> targets_;   // By chunk, on the device; null: another rank's.
-  std::vector<int> bucket_of_chunk_;  // -1: another rank's.
-  uint64_t step_ = 0;                 // Expected last; not changed while that is gathered.
+  std::vector<Target> targets_;  // By chunk.
+  uint64_t step_ = 0;            // Expected last; not changed while that is gathered.
 
   // Guards the stream too: the thread that is notified of weights gives it the copy.
   Mutex mutex_;
   CondVar changed_;
   std::vector<std::unique_ptr<HostMemory>> pins_ ABSL_GUARDED_BY(mutex_);
-  std::vector<absl::Span<std::byte>> places_ ABSL_GUARDED_BY(mutex_);  // By chunk, on the host.
-  std::unique_ptr<DeviceStream> copy_in_ ABSL_GUARDED_BY(mutex_);
-  std::unique_ptr<DeviceEvent> copies_ ABSL_GUARDED_BY(mutex_);  // After the last on copy_in.
-  bool marked_ ABSL_GUARDED_BY(mutex_) = true;        // `copies_` is recorded after the last copy.
-  std::vector<bool> copied_ ABSL_GUARDED_BY(mutex_);  // By chunk: given to copy_in, as it is now.
-  // By chunk: its provisional weights are there, and were not dropped.
-  std::vector<bool> provisional_ ABSL_GUARDED_BY(mutex_);
-  // By chunk: OnWeights since the last gather.
-  std::vector<bool> arrived_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Arriving> arriving_ ABSL_GUARDED_BY(mutex_);  // By chunk.
+  Copies copies_ ABSL_GUARDED_BY(mutex_);
   // By bucket: expected, its gather not yet given.
   std::vector<bool> awaited_ ABSL_GUARDED_BY(mutex_);
   bool all_there_ ABSL_GUARDED_BY(mutex_) = false;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  uint64_t copy_step_ ABSL_GUARDED_BY(mutex_) = 0;    // The arriving weights', for the trace.
-  absl::Status copy_status_ ABSL_GUARDED_BY(mutex_);  // Errors of calls that return none.
 };
 
 }  // namespace ballast::worker

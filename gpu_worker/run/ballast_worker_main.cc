@@ -9,11 +9,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 
-#include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "client/connect.h"
@@ -22,6 +20,7 @@
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/engine.h"
 #include "gpu_worker/base/timeline.h"
+#include "gpu_worker/collective/collective.h"
 #include "gpu_worker/collective/launch.h"
 #include "gpu_worker/run/progress.h"
 #include "gpu_worker/run/worker_flags.h"
@@ -176,16 +175,6 @@ absl::Status Main(int argc, char** argv) {
   return status;
 }
 
-absl::Status MainWithinMemory(int argc, char** argv) {
-  // The training thread's allocations grow with the flags. The reducer's thread catches its own.
-  try {
-    return Main(argc, argv);
-  } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError(
-        "out of memory; choose a smaller --batch, --context, --width or --layers");
-  }
-}
-
 }  // namespace
 }  // namespace ballast::worker
 
@@ -198,13 +187,11 @@ int main(int argc, char** argv) {
   gpr_set_log_function([](gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); });
   // The log of a service in this process: standard output is for the run's progress.
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
-  absl::SetProgramUsageMessage(
-      "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
-      "taken from the environment, as torchrun sets them.");
   // Before the first big allocation; the client would do it only when it connects.
   ballast::KeepHeapWarm();
-  const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
+  const absl::Status status = ballast::worker::Main(argc, argv);
   if (status.ok()) return 0;
   std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());
-  return 1;
+  // deploy/run_workers.py looks for the rank that failed first.
+  return status.GetPayload(ballast::worker::kPeerLost).has_value() ? 3 : 1;
 }

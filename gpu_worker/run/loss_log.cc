@@ -11,7 +11,6 @@
 #include <optional>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -19,14 +18,11 @@
 #include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
-#include "gpu_worker/base/log.h"
 #include "gpu_worker/run/run_output.h"
 
 namespace ballast::worker {
 namespace {
 
-constexpr char kFile[] = "losses.csv";
-constexpr char kJob[] = ".losses.csv.job";
 constexpr absl::string_view kHeader =
     "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n";
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
@@ -72,28 +68,6 @@ std::optional<StepReport> ParseLine(absl::string_view line) {
   return report;
 }
 
-// What the other file has: the job, and the step that was noted last with its loss. Blanks make each
-// note as long as every other, so that one is written over another whole.
-std::string NoteOf(absl::string_view job_uid, uint64_t step, double loss) {
-  // As many digits as a line has, so that a line made of it has the same loss.
-  return absl::StrFormat("%s %20d %20.9g\n", job_uid, step, Plain(loss));
-}
-
-std::optional<StepReport> ParseNote(absl::string_view note) {
-  const std::vector<absl::string_view> words =
-      absl::StrSplit(absl::StripAsciiWhitespace(note), ' ', absl::SkipEmpty());
-  const size_t count = words.size();
-  StepReport report;
-  if (count < 3 || !absl::SimpleAtoi(words[count - 2], &report.step) || report.step == 0 ||
-      !absl::SimpleAtod(words[count - 1], &report.loss)) {
-    return std::nullopt;
-  }
-  report.norm = report.clip_coefficient = kUnknown;
-  report.tokens_per_second = report.seconds = kUnknown;
-  report.times = {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown};
-  return report;
-}
-
 }  // namespace
 
 std::string LossesCsv(absl::Span<const StepReport> reports) {
@@ -116,51 +90,20 @@ std::vector<StepReport> ParseLossesCsv(absl::string_view csv) {
   return reports;
 }
 
-LossLog::LossLog(const std::string& directory, const std::string& job_uid)
-    : path_(absl::StrCat(directory, "/", kFile)),
-      job_path_(absl::StrCat(directory, "/", kJob)),
-      job_uid_(job_uid) {}
-
 LossLog::~LossLog() {
   if (descriptor_ >= 0) close(descriptor_);
-  if (job_descriptor_ >= 0) close(job_descriptor_);
 }
 
 absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& directory,
-                                                       const std::string& job_uid,
-                                                       uint64_t committed_step, bool resumes) {
-  std::unique_ptr<LossLog> log(new LossLog(directory, job_uid));
+                                                       uint64_t committed_step) {
+  std::unique_ptr<LossLog> log(new LossLog(absl::StrCat(directory, "/losses.csv")));
   std::vector<StepReport>& reports = log->reports_;
   reports = ParseLossesCsv(ReadAll(log->path_));
-  const std::string note = ReadAll(log->job_path_);
-  const bool same_job = !job_uid.empty() && absl::StartsWith(note, absl::StrCat(job_uid, " "));
-  if (same_job || (resumes && committed_step > 0)) {
-    // A line may be of a step that is not committed any more: an older checkpoint was loaded, or the
-    // step was undone.
-    while (!reports.empty() && reports.back().step > committed_step) reports.pop_back();
-    const std::optional<StepReport> noted = ParseNote(note);
-    // Only the step after the last line can be without one.
-    // A worker that dies is one step behind at most, since it appends a step's line before it seals
-    // the next one.
-    const uint64_t missing = reports.empty() ? committed_step : reports.back().step + 1;
-    if (noted.has_value() && noted->step == missing && missing <= committed_step) {
-      reports.push_back(*noted);
-    }
-  } else if (!reports.empty()) {
-    Log().info("{} is of another job; it is begun again", log->path_);
-    reports.clear();
-  }
+  // A line may be of another run, or of a step that is not committed any more: an older checkpoint
+  // was loaded, or the step was undone.
+  while (!reports.empty() && reports.back().step > committed_step) reports.pop_back();
   BALLAST_RETURN_IF_ERROR(log->Rewrite());
-  if (job_uid.empty()) return log;
-  // Behind the lines: a start that dies before this one leaves another job's name, or the same
-  // job's, and the next start comes here again.
-  if (!same_job) {
-    BALLAST_RETURN_IF_ERROR(
-        OutputError(WriteAtomically({{log->job_path_, NoteOf(job_uid, 0, kUnknown)}})));
-  }
-  log->job_descriptor_ = open(log->job_path_.c_str(), O_WRONLY | O_CLOEXEC);
-  if (log->job_descriptor_ >= 0) return log;
-  return OutputError(FileError(errno, "write", log->job_path_));
+  return log;
 }
 
 absl::Status LossLog::Rewrite() {
@@ -173,20 +116,10 @@ absl::Status LossLog::Rewrite() {
   return OutputError(FileError(errno, "write", path_));
 }
 
-absl::Status LossLog::Note(uint64_t step, double loss) {
-  if (job_descriptor_ < 0) return absl::OkStatus();
-  // There is no fsync, here and in Append: what was written survives the death of this process,
-  // against which it is kept.
-  const std::string note = NoteOf(job_uid_, step, loss);
-  if (pwrite(job_descriptor_, note.data(), note.size(), 0) == static_cast<ssize_t>(note.size())) {
-    return absl::OkStatus();
-  }
-  return OutputError(FileError(errno, "write", job_path_));
-}
-
 absl::Status LossLog::Append(const StepReport& report) {
   if (reports_.empty() || reports_.back().step < report.step) {
     reports_.push_back(report);
+    // No fsync: it survives the death of this process, against which it is kept.
     return OutputError(WriteAll(descriptor_, path_, LineOf(report)));
   }
   // A checkpoint of an earlier step was loaded, and this step is done again.

@@ -12,10 +12,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
-#include "cpu_optimizer_service/common/system/sha256.h"
 
 namespace ballast::worker {
 namespace {
@@ -28,32 +26,24 @@ double Median(std::vector<double> values) {
   return *middle;
 }
 
-// The flat space of each group.
-absl::StatusOr<std::vector<std::string>> ReadSpaces(TrainingBackend& backend,
-                                                    const TrainingJob& job) {
-  std::vector<std::string> spaces;
+// The weights of all parameters, in order.
+absl::StatusOr<std::string> ReadWeights(TrainingBackend& backend, const TrainingJob& job) {
+  std::vector<std::string> spaces(job.layout.group_count());
   for (int group = 0; group < job.layout.group_count(); ++group) {
-    std::string& space = spaces.emplace_back();
     // This is up to the end of the flat space; what the buckets add to it has no weights.
-    space.resize(job.layout.flat_elements(group) * SizeBytes(job.spec.groups[group].return_dtype));
-    BALLAST_RETURN_IF_ERROR(
-        backend.ReadWeights(group, {reinterpret_cast<std::byte*>(space.data()), space.size()}));
+    spaces[group].resize(job.layout.flat_elements(group) *
+                         SizeBytes(job.spec.groups[group].return_dtype));
+    BALLAST_RETURN_IF_ERROR(backend.ReadWeights(
+        group, {reinterpret_cast<std::byte*>(spaces[group].data()), spaces[group].size()}));
   }
-  return spaces;
-}
-
-// Each parameter's weights, in order.
-std::vector<absl::string_view> ParametersIn(const std::vector<std::string>& spaces,
-                                            const TrainingJob& job) {
-  std::vector<absl::string_view> parameters;
+  std::string weights;
   for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
     const ParameterPlace& place = job.layout.place(p);
     const int group = job.layout.spec().parameters[p].group;
     const int64_t size = SizeBytes(job.spec.groups[group].return_dtype);
-    parameters.push_back(
-        absl::string_view(spaces[group]).substr(place.offset * size, place.elements * size));
+    weights.append(spaces[group], place.offset * size, place.elements * size);
   }
-  return parameters;
+  return weights;
 }
 
 }  // namespace
@@ -80,8 +70,7 @@ absl::Status PrepareOutput(const std::string& directory) {
   return OutputError(status);
 }
 
-std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
-                       const std::string& weights_sha256) {
+std::string WorkerJson(const RunFacts& facts, const TrainingJob& job) {
   std::vector<double> seconds;
   std::vector<double> tokens_per_second;
   double exposed_seconds = 0;
@@ -112,7 +101,6 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
   json["first_loss"] = facts.reports.empty() ? 0 : facts.reports.front().loss;
   json["last_loss"] = facts.reports.empty() ? 0 : facts.reports.back().loss;
   json["weights_dtype"] = std::string(Name(job.spec.groups[0].return_dtype));
-  json["weights_sha256"] = weights_sha256;
   json["tokens_per_second"] = Median(tokens_per_second);
   json["step_seconds_median"] = Median(seconds);
   json["exposed_seconds"] = exposed_seconds;
@@ -126,21 +114,13 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
 }
 
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
-                         const TrainingJob& job, TrainingBackend& backend,
-                         WeightsFile weights_file) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> spaces, ReadSpaces(backend, job));
-  const std::vector<absl::string_view> parameters = ParametersIn(spaces, job);
-  std::vector<FileContents> files;
-  if (weights_file == WeightsFile::kWritten) {
-    files.push_back({absl::StrCat(directory, "/weights.bin"), absl::StrJoin(parameters, "")});
-  }
-  // The hash is over the bytes of the file, whether there is a file or not.
-  Sha256 sha256;
-  for (const absl::string_view parameter : parameters) sha256.Add(parameter);
-  // It is last, because files get their names in this order: the worker.json of this run is never
-  // there without the weights.bin that belongs to it.
-  files.push_back({absl::StrCat(directory, "/worker.json"), WorkerJson(facts, job, sha256.Hex())});
-  return OutputError(WriteAtomically(files));
+                         const TrainingJob& job, TrainingBackend& backend) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string weights, ReadWeights(backend, job));
+  // worker.json is last, because files get their names in this order: it is never there without the
+  // weights.bin that belongs to it.
+  return OutputError(
+      WriteAtomically({{absl::StrCat(directory, "/weights.bin"), weights},
+                       {absl::StrCat(directory, "/worker.json"), WorkerJson(facts, job)}}));
 }
 
 }  // namespace ballast::worker

@@ -1,5 +1,5 @@
-// What rank 0 leaves in --out at the end of the run: worker.json and weights.bin, next to the
-// losses.csv of loss_log.h.
+// Rank 0's files in --out at the end of the run: worker.json and weights.bin, beside the losses.csv
+// of loss_log.h.
 #ifndef BALLAST_GPU_WORKER_RUN_RUN_OUTPUT_H_
 #define BALLAST_GPU_WORKER_RUN_RUN_OUTPUT_H_
 
@@ -19,7 +19,7 @@ namespace ballast::worker {
 // The error of a file under --out, as UNAVAILABLE, which also names the flag. OK stays OK.
 absl::Status OutputError(const absl::Status& status);
 
-// Creates the directory, and finds out now whether it can be written.
+// Creates the directory, and tests now whether it is writable.
 absl::Status PrepareOutput(const std::string& directory);
 
 struct RunFacts {
@@ -29,21 +29,16 @@ struct RunFacts {
   int workers = 0;
   std::string optimizer;
   std::string transport;                    // Rank 0's optimizer's.
-  std::optional<client::JobCounts> counts;  // Where a service counts.
+  std::optional<client::JobCounts> counts;  // Absent without a service.
 };
 
-std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
-                       const std::string& weights_sha256);
+std::string WorkerJson(const RunFacts& facts, const TrainingJob& job);
 
 // weights.bin: the final weights of all parameters in order, in the format of the passes,
-// little-endian, nothing between them. For a model that is only measured or compared, the hash in
-// worker.json is enough.
-enum class WeightsFile { kWritten, kHashedOnly };
-
-// The files appear, whole, or, on an error such as a full disk, none.
+// little-endian, without gaps. The files appear complete. After an error such as a full disk no
+// file appears.
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
-                         const TrainingJob& job, TrainingBackend& backend,
-                         WeightsFile weights_file = WeightsFile::kWritten);
+                         const TrainingJob& job, TrainingBackend& backend);
 
 }  // namespace ballast::worker
 

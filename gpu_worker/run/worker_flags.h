@@ -15,7 +15,7 @@ namespace ballast::worker {
 
 enum class DeviceKind : uint8_t { kCpu, kCuda };
 enum class OptimizerKind : uint8_t { kService, kLocal };
-// How GPUs exchange. kAuto: Gloo where two ranks share one, NCCL otherwise.
+// How GPUs exchange data. kAuto: Gloo if two ranks share a GPU, else NCCL.
 enum class CollectiveKind : uint8_t { kAuto, kNccl, kGloo };
 
 struct WorkerFlags {
@@ -33,8 +33,7 @@ struct WorkerFlags {
   int threads = 1;
 };
 
-// INVALID_ARGUMENT, naming the flag and its possible values. For unknown flags and for --help
-// Abseil prints the reason and ends the process.
+// INVALID_ARGUMENT, naming the flag and its possible values. --help prints and ends the process.
 absl::StatusOr<WorkerFlags> ReadWorkerFlags(int argc, char** argv);
 
 }  // namespace ballast::worker

@@ -81,8 +81,8 @@ absl::Status CheckHostMemory(const WorkerOptions& options, int world_size) {
 absl::Status CheckVocabulary(const WorkerOptions& options, const TokenData& data) {
   if (data.vocabulary() <= options.model.vocabulary) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
-      "--text=", options.text, " has tokens of a vocabulary of ", data.vocabulary(),
-      ", the model has ", options.model.vocabulary, "; choose another --model, or a plain text"));
+      "--text=", options.text, " needs a vocabulary of ", data.vocabulary(), ", but the model has ",
+      options.model.vocabulary, "; choose another --model, or a plain text"));
 }
 
 // What all ranks must have been started with for their collectives to fit each other.
@@ -145,7 +145,7 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
                          LossLog& losses, const TrainingJob& job, TrainingBackend& backend,
                          StepOptimizer& optimizer) {
   BALLAST_ASSIGN_OR_RETURN(const RunFacts facts, FactsOf(options, collective, losses, optimizer));
-  return WriteOutput(options.out, facts, job, backend, options.weights_file);
+  return WriteOutput(options.out, facts, job, backend);
 }
 
 // `mine`, or which other rank has an error there, so that no rank goes on to the service and waits
@@ -236,21 +236,17 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
                                     .timeline = options.timeline});
   BALLAST_RETURN_IF_ERROR(trainer.Join());
 
-  // The log is opened after the join, which tells the job's uid and step: they decide which old
-  // lines are kept.
+  // The log is opened after the join, which tells the job's step: it decides which old lines are
+  // kept.
   std::unique_ptr<LossLog> losses;
-  TrainerEvents events;
   if (writes_output) {
-    BALLAST_ASSIGN_OR_RETURN(losses, LossLog::Open(options.out, optimizer->job_uid(),
-                                                   optimizer->committed_step(), options.resumes));
-    events.on_sealing = [&](uint64_t step, double loss) { return losses->Note(step, loss); };
+    BALLAST_ASSIGN_OR_RETURN(losses, LossLog::Open(options.out, optimizer->committed_step()));
   }
-  events.on_step = [&](const StepReport& report) {
+  BALLAST_RETURN_IF_ERROR(trainer.Run([&](const StepReport& report) {
     on_step(report);
     // This is the last thing of a step: no later one is sealed before this line is written.
     return losses != nullptr ? losses->Append(report) : absl::OkStatus();
-  };
-  BALLAST_RETURN_IF_ERROR(trainer.Run(events));
+  }));
 
   // No rank leaves while another is still in its last collective.
   BALLAST_RETURN_IF_ERROR(collective.Barrier());

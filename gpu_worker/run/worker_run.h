@@ -39,21 +39,20 @@ struct WorkerOptions {
   std::string backend_name = "cpu";
   std::string collective_name = "auto";
   Accumulation accumulation = Accumulation::kService;
-  // Searches this rank's own gradients for elements that are not finite before they are reduced.
+  // Searches this rank's own gradients for non-finite elements before the reduction.
   bool check_gradients = false;
   std::string text = kDefaultText;
-  // How long a gradient waits for the optimizer to release the one before it.
+  // How long a gradient waits for the optimizer to release the previous one.
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
-  std::string optimizer_name;  // For worker.json.
-  bool resumes = false;        // The optimizer loads a checkpoint first; on all ranks or on none.
-  std::string out;             // Directory for rank 0's files; empty: none.
-  WeightsFile weights_file = WeightsFile::kWritten;
+  std::string optimizer_name;    // For worker.json.
+  bool resumes = false;          // The optimizer loads a checkpoint first; on all ranks or on none.
+  std::string out;               // Directory for rank 0's files; empty: none.
   std::string save_directory;    // The optimizer saves its state there at the end; empty: none.
   bool close_at_end = false;     // After that the job is closed. Needs save_directory.
   Timeline* timeline = nullptr;  // Nullable. Borrowed.
 };
 
-// The optimizer puts weights where `backend` asks. Its arguments outlive it.
+// The optimizer writes weights to the places of `backend`. Its arguments outlive it.
 using MakeOptimizer = std::function<absl::StatusOr<std::unique_ptr<StepOptimizer>>(
     const TrainingJob& job, TrainingBackend& backend, Collective& collective)>;
 

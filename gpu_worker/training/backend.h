@@ -38,18 +38,17 @@
 
 namespace ballast::worker {
 
-// Where this rank's reduced gradients go: the optimizer. An error ends the step: the backend goes
-// on taking part in the step's collectives, so that no other rank waits for it, calls the sink no
-// more, and returns the error from FinishStep.
+// The destination of this rank's reduced gradients: the optimizer. An error ends the step. Then the
+// backend continues to take part in the step's collectives, so that no other rank waits for it,
+// stops calling the sink, and returns the error from FinishStep.
 class GradientSink {
  public:
   virtual ~GradientSink() = default;
 
-  // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever is
-  // returned.
+  // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever the
+  // result.
   virtual absl::Status Push(client::GradientPush push) = 0;
-  // Several that are there together, as one Push after the other; what comes after an error is only
-  // released.
+  // Several at once, as one Push after another. After an error the rest is only released.
   virtual absl::Status PushAll(std::vector<client::GradientPush> pushes) {
     absl::Status status;
     for (client::GradientPush& push : pushes) {
@@ -80,17 +79,17 @@ struct MicroStepInput {
 
 struct FinishedStep {
   double loss_sum = 0;  // In nats, over this rank's tokens of all micro-steps.
-  // Seconds of the step: in passes; waiting for reductions, in passes and after them; the same for
-  // gradients to be handed over; and waiting, in passes, for weights of the step before. On a GPU
-  // the waits in passes are its own, by its clock, and not those of the thread that gives it work;
-  // the time from the end of a forward pass of StartForward to the MicroStep that continues it
-  // counts as waiting for weights.
+  // The step's seconds: in passes; waiting for reductions, in passes and after them; the same for
+  // handing gradients over; and waiting, in passes, for weights of the step before. On a GPU the
+  // waits in passes are its own, by its clock, rather than those of the giving thread. The time
+  // between a forward pass of StartForward and the MicroStep that continues it counts as waiting
+  // for weights.
   double compute_seconds = 0;
   double reduce_seconds = 0;
   double send_seconds = 0;
   double weights_seconds = 0;
-  // By the GPU's clock: from the end of the step before to this step's first kernel, and between
-  // passes, in which it had nothing to do; without what the FinishStep before told.
+  // By the GPU's clock: its idle time from the end of the previous step to this step's first
+  // kernel, and between passes; without the time that the previous FinishStep reported.
   double idle_seconds = 0;
 };
 
@@ -98,33 +97,33 @@ class TrainingBackend {
  public:
   virtual ~TrainingBackend() = default;
 
-  // Once, before all else. `sink` is borrowed, and not called after the last FinishStep.
+  // Once, before all other calls. `sink` is borrowed, and not called after the last FinishStep.
   virtual void Start(GradientSink& sink) = 0;
 
-  // From now on chunks are handed over in `memory(chunk)`, which stays until the next call; where
-  // it is empty, in the backend's own memory. A device's backend pins it: call this before the
-  // memory ends, with none if there is no other yet. No passes are in progress, and, except for a
-  // call with none, all payloads are released.
+  // From now on chunks are handed over in `memory(chunk)`, which stays valid until the next call.
+  // If that is empty, the backend's own memory is used. A device's backend pins it: call this
+  // before the memory ends, with null if there is no other yet. No passes are in progress. Except
+  // for a call with null, all payloads are released.
   virtual absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) = 0;
-  // The same for weights, of a backend that gathers ahead: where the optimizer leaves those of a
-  // chunk of this rank. Forgets earlier notices of weights.
+  // The same for weights, in a backend that gathers ahead: where the optimizer leaves those of a
+  // chunk of this rank. Drops earlier notices of weights.
   virtual absl::Status UseWeightsMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) {
     return absl::OkStatus();
   }
 
-  // What the host does for the first pass of the next step, while passes of this one go on: that
-  // pass need not be of this batch.
+  // The host's work for the first pass of the next step, during this step's passes. That pass may
+  // use another batch.
   virtual absl::Status PrepareBatch(const Batch& batch) { return absl::OkStatus(); }
   virtual absl::Status MicroStep(const MicroStepInput& input) = 0;
-  // Once all micro-steps of a step were given; also after an error, which it returns.
+  // After all micro-steps of a step; also after an error, which it returns.
   virtual absl::StatusOr<FinishedStep> FinishStep() = 0;
 
-  // Where the optimizer puts the weights of a chunk of this rank, in the group's return dtype; not
-  // for a backend that gathers ahead.
+  // Where the optimizer writes the weights of a chunk of this rank, in the group's return dtype.
+  // Not for a backend that gathers ahead.
   virtual absl::Span<std::byte> weights(int chunk) = 0;
-  // They are complete. An optimizer that does not notice may omit this: GatherWeights takes all. A
+  // They are complete. An optimizer without such events may omit this: GatherWeights takes all. A
   // chunk's weights may arrive again before that, for example when a step is lost: the last count.
   virtual void OnWeights(int chunk) {}
   // All ranks' weights are in place before the next passes use them. A collective.

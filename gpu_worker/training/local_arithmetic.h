@@ -1,12 +1,12 @@
-// The state of one rank's partition under --optimizer=local, and the arithmetic on it. The local
-// optimizer (local_optimizer.h) keeps the ledger, decides, and calls these; the scalar references
+// The state of one rank's partition with --optimizer=local, and the arithmetic on it. The local
+// optimizer (local_optimizer.h) keeps the ledger, decides, and calls these. The scalar references
 // do the work on the CPU (scalar_arithmetic.h), kernels with the same bits on a GPU
-// (pipeline/device_arithmetic.h). Payloads and weights are where the work is done.
+// (pipeline/device_arithmetic.h). Payloads and weights are on the same device.
 //
-// Elements are named by a chunk and the first of them in it. A run of them may go on into the
-// chunks after that, as far as these follow it in the group's flat space.
+// A chunk and the first element in it name a run of elements. The run may continue into the next
+// chunks, as long as these follow in the group's flat space.
 //
-// Threads: one call at a time. Errors: those of the device.
+// Threads: one call at a time. Errors: the device's.
 #ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_
 #define BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_
 
@@ -40,9 +40,9 @@ class LocalArithmetic {
 
   // Moments become zero, the master weights `values`, and the chunk's weights those rounded.
   virtual absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) = 0;
-  // The gradient of each chunk becomes the payload, or that is added to it. `released`, which is
-  // nullable, is called once the payload is not needed any more, at the latest by ForgetGradients,
-  // after an error too, from any thread.
+  // The gradient of each chunk becomes the payload, or the payload is added to it. `released`,
+  // which is nullable, is called once the payload is no longer needed, at the latest by
+  // ForgetGradients, also after an error, from any thread.
   struct Addition {
     int chunk = 0;
     bool first = true;
@@ -61,8 +61,8 @@ class LocalArithmetic {
   // follow.
   virtual absl::Status Update(int chunk, int64_t begin, int64_t elements,
                               const AdamScalars& scalars) = 0;
-  // The state that Update would leave in these elements, or, without scalars, that they have. It is
-  // there when this returns; nothing is changed.
+  // The state of these elements after Update, or, without scalars, the present one. It is complete
+  // when this returns; nothing is changed.
   struct State {
     std::vector<float> master;
     std::vector<float> exp_avg;

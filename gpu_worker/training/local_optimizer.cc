@@ -237,25 +237,25 @@ absl::Status LocalOptimizer::GatherWholeBlocks() {
   if (most_whole_blocks_ == 0) return absl::OkStatus();
   const int world_size = collective_.world_size();
   // An all-gather takes pieces of one size: that of the rank with the most.
-  sums_of_rank_.resize(most_whole_blocks_);
+  sums_.of_rank.resize(most_whole_blocks_);
   int64_t mine = 0;
   for (const BlocksInChunks& run : my_whole_blocks_) mine += run.blocks();
   BALLAST_RETURN_IF_ERROR(
-      arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(sums_of_rank_).first(mine)));
+      arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(sums_.of_rank).first(mine)));
   // The sums are on the host from here on.
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   if (world_size > 1) {
-    sums_of_ranks_.resize(most_whole_blocks_ * world_size);
+    sums_.of_ranks.resize(most_whole_blocks_ * world_size);
     BALLAST_RETURN_IF_ERROR(
-        GatherDoubles(collective_, sums_of_rank_, absl::MakeSpan(sums_of_ranks_)));
+        GatherDoubles(collective_, sums_.of_rank, absl::MakeSpan(sums_.of_ranks)));
   }
-  const std::vector<double>& all = world_size > 1 ? sums_of_ranks_ : sums_of_rank_;
+  const std::vector<double>& all = world_size > 1 ? sums_.of_ranks : sums_.of_rank;
   for (int rank = 0; rank < world_size; ++rank) {
     // A rank's sums are in the order of its runs, and after the last of them is what fills up to
     // the common size, which is not read.
     auto from = all.begin() + rank * most_whole_blocks_;
     for (const WholeBlocks& run : whole_blocks_[rank]) {
-      std::copy_n(from, run.place.blocks(), block_sums_.begin() + run.first_block);
+      std::copy_n(from, run.place.blocks(), sums_.of_blocks.begin() + run.first_block);
       from += run.place.blocks();
     }
   }
@@ -307,8 +307,8 @@ absl::Status LocalOptimizer::GatherOtherBlocks() {
     // The sum is made from the elements, and not from sums of parts: additions in another order
     // give other bits. It is computed with each piece of the block; what the last one leaves is the
     // result.
-    block_sums_[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
-                                                    static_cast<int64_t>(values.size()));
+    sums_.of_blocks[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
+                                                        static_cast<int64_t>(values.size()));
   });
   return absl::OkStatus();
 }
@@ -318,7 +318,7 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
     // A chunk that had empty pushes alone may still have the gradient of an earlier step.
     if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
   }
-  block_sums_.resize(blocks_.blocks());
+  sums_.of_blocks.resize(blocks_.blocks());
   BALLAST_RETURN_IF_ERROR(GatherWholeBlocks());
   BALLAST_RETURN_IF_ERROR(GatherOtherBlocks());
   std::vector<double> span_sums(blocks_.spans());
@@ -326,7 +326,7 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
     // The order is that of gradient_norm.h, which gives the bits of the service.
     const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
     span_sums[span] = SumInOrder(
-        absl::MakeConstSpan(block_sums_).subspan(blocks.begin, blocks.end - blocks.begin));
+        absl::MakeConstSpan(sums_.of_blocks).subspan(blocks.begin, blocks.end - blocks.begin));
   }
   return blocks_.GroupSums(span_sums);
 }

@@ -1,6 +1,6 @@
-// The optimizer in this process: the ledger, the decision and the order of a step, what the service
-// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. As in the service, a
-// step that would leave state that is not finite is a skip. It has no checkpoints.
+// The optimizer in this process: the ledger, the decision and the order of a step, which the
+// service must equal bit for bit. local_arithmetic.h has state and arithmetic. As in the service, a
+// step that would make state non-finite is a skip. It has no checkpoints.
 #ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
 
@@ -37,10 +37,9 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status Push(client::GradientPush push) override;
   absl::Status PushAll(std::vector<client::GradientPush> pushes) override;
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
-  // FAILED_PRECONDITION if a chunk misses a micro-step, or no rank used some parameter and the
-  // job's policy is kError.
-  // INVALID_ARGUMENT: clipping that can never work, or a vote with overrides, of which the trainer's
-  // have none.
+  // FAILED_PRECONDITION if a chunk lacks a micro-step, or no rank used some parameter and the job's
+  // policy is kError. INVALID_ARGUMENT: invalid clipping, or a vote with overrides, which the
+  // trainer's votes do not have.
   absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override;
   absl::Status ReceiveWeights() override;
   double update_seconds() const override { return update_seconds_; }
@@ -56,7 +55,7 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status CheckComplete(uint32_t micro_steps) const;
   // The parameters that no rank used in any micro-step, by index.
   absl::StatusOr<std::vector<int>> FindUnused();
-  // Blocks of the norm that lie whole in a rank's chunks, where these follow one another.
+  // Blocks of the norm inside a rank's chunks, where these are adjacent.
   struct WholeBlocks {
     BlocksInChunks place;
     int64_t first_block = 0;
@@ -67,15 +66,16 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status GatherOtherBlocks();
   // The sums of squares of the groups.
   absl::StatusOr<std::vector<double>> GatherGroupSums();
-  // What the bounds of the state are after the update that is decided; or why it is a skip.
+  // The bounds of the state after the decided update; or why it is a skip.
   absl::StatusOr<std::string> CheckUpdate(absl::Span<const double> group_sums);
-  // The update of the groups whose bounds are not finite, without a trace of it. Sets those bounds,
-  // or returns why the step is a skip; the same on all ranks.
+  // The update of the groups with non-finite bounds, without a trace. Sets those bounds, or returns
+  // why the step is a skip; the same on all ranks.
   absl::StatusOr<std::string> TryUpdate(absl::Span<StateBounds> bounds);
   // Of one rank.
   struct Trial;
   absl::Status TryChunk(int chunk, Trial& trial);
-  // Nullopt: the step leaves the parameter as it is. `count`: of updates, with this one.
+  // Nullopt: the step does not change the parameter. `count`: its number of updates, including this
+  // one.
   std::optional<AdamScalars> ScalarsOf(int group, int parameter, int64_t count) const;
   absl::Status Update();
   absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
@@ -91,12 +91,14 @@ class LocalOptimizer final : public StepOptimizer {
   std::vector<BlocksInChunks> my_whole_blocks_;         // The places of this rank's.
   int64_t most_whole_blocks_ = 0;                       // Of any rank.
   std::vector<int64_t> other_blocks_;
-  // Kept, because of a large model they are large: of the blocks, and on their way here.
-  std::vector<double> block_sums_;
-  std::vector<double> sums_of_rank_;
-  std::vector<double> sums_of_ranks_;
+  // Kept, because they are large for a large model: the blocks' sums, and those on their way here.
+  struct Sums {
+    std::vector<double> of_blocks;
+    std::vector<double> of_rank;
+    std::vector<double> of_ranks;
+  } sums_;
   GradientScale scale_;       // In the open step, like the next two.
-  std::vector<double> used_;  // By parameter: in how many micro-steps.
+  std::vector<double> used_;  // By parameter: the number of micro-steps that used it.
   Decision decision_;
   uint64_t committed_step_ = 0;
   std::vector<int64_t> update_counts_;  // By parameter.

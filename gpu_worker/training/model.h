@@ -1,5 +1,5 @@
-// A model on the CPU as its backend (cpu/cpu_backend.h) sees it: weights in the format in which
-// they return and fp32 gradients in flat spaces, and one call for a forward and backward pass.
+// A model on the CPU, as its backend (cpu/cpu_backend.h) uses it: weights in their return format
+// and fp32 gradients in flat spaces, and one call for a forward and backward pass.
 //
 //   std::unique_ptr<Model> model = MakeCpuGpt(config);
 //   Layout layout = ...;                      // from GptParameters(config)
@@ -37,11 +37,11 @@ class Model {
                      DType weights_dtype) = 0;
 
   virtual DType weights_dtype() const = 0;
-  // One flat space of elements of that format, the ones that the passes compute with. Written by
-  // the optimizer between passes.
+  // One flat space of elements of that format, with which the passes compute. The optimizer writes
+  // it between passes.
   virtual absl::Span<std::byte> weights(int group) = 0;
-  // Gradients of the last pass, one flat space. From the call of gradient_ready for a parameter on,
-  // the model leaves that parameter's elements alone until the next pass.
+  // Gradients of the last pass, one flat space. After gradient_ready for a parameter, the model
+  // does not touch that parameter's elements until the next pass.
   virtual absl::Span<float> gradients(int group) = 0;
 
   // One forward and backward pass over the batch. Returns the cross-entropy in nats, summed (not

@@ -1,8 +1,8 @@
-// Who applies the step: the service (service_optimizer.h), or this process (local_optimizer.h) with
-// the same bits. The verbs, their order and their types are those of client::Session.
+// The optimizer of a step: the service (service_optimizer.h), or this process (local_optimizer.h)
+// with the same bits. The verbs, their order and their types are those of client::Session.
 //
-// ABORTED from any verb means that the optimizer has gone on without this rank (an operator's abort
-// or load, another process in some rank); every verb returns it from then on, until Join.
+// ABORTED from any verb means that the optimizer has continued without this rank (an operator's
+// abort or load, another process in some rank). Every verb returns it from then on, until Join.
 //
 // Threads: one call at a time; different threads may take turns (the backend pushes from its
 // communication thread while the trainer's computes).
@@ -33,9 +33,6 @@ class StepOptimizer : public GradientSink {
   // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
   // rank's chunks in place. May return ABORTED itself: join again.
   virtual absl::Status Join(const FillChunk& first_weights) = 0;
-  // The service's id of this job, unique among jobs of the same name; empty where the job ends with
-  // the process.
-  virtual std::string job_uid() const { return {}; }
   // All ranks of a step have the same.
   virtual Generation generation() const = 0;
   virtual uint64_t committed_step() const = 0;
@@ -44,28 +41,28 @@ class StepOptimizer : public GradientSink {
   virtual std::string trainer_state() const = 0;
   virtual bool last_step_applied() const = 0;
 
-  // Where a chunk's gradient is written best (client::Session::gradient_memory), until the next
-  // Join; empty: anywhere.
+  // The best place for a chunk's gradient (client::Session::gradient_memory), until the next Join;
+  // empty: anywhere.
   virtual absl::Span<std::byte> gradient_memory(int chunk) { return {}; }
   // Where the optimizer leaves the weights of a chunk of this rank, until the next Join
   // (client::Session::weights_memory); empty: it writes them to WeightsAt.
   virtual absl::Span<std::byte> weights_memory(int chunk) { return {}; }
-  // How gradients and weights travel, as text; empty where they do not.
+  // How gradients and weights are transported, as text; may be empty.
   virtual std::string transport() const { return {}; }
 
   // Push and EndMicroStep are called between these two.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
-  // client::Session::Report; nothing where there is no service to show it.
+  // client::Session::Report; ignored without a service.
   virtual absl::Status Report(const RankReport& report) { return absl::OkStatus(); }
   virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) = 0;
   virtual absl::Status ReceiveWeights() = 0;
   // Duration of the last step's update: from the decision to the last chunk updated.
   virtual double update_seconds() const = 0;
 
-  // UNIMPLEMENTED where there is no service to do it.
+  // UNIMPLEMENTED without a service.
   virtual absl::StatusOr<client::JobCounts> ReadCounts() = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
-  // Closes the job, for all ranks: its state is gone then.
+  // Closes the job for all ranks and deletes its state.
   virtual absl::Status CloseJob() { return absl::UnimplementedError("there is no job to close"); }
 };
 

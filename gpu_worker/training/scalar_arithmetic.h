@@ -1,5 +1,5 @@
-// The local optimizer's arithmetic written with the scalar references: what the service, and a GPU,
-// must equal bit for bit. It is simple, not fast.
+// The local optimizer's arithmetic with the scalar references, which the service, and a GPU, must
+// equal bit for bit. It is simple, not fast.
 #ifndef BALLAST_GPU_WORKER_TRAINING_SCALAR_ARITHMETIC_H_
 #define BALLAST_GPU_WORKER_TRAINING_SCALAR_ARITHMETIC_H_
 

@@ -36,7 +36,6 @@ class ServiceOptimizer final : public StepOptimizer {
     }
     return status;
   }
-  std::string job_uid() const override { return session().job_uid(); }
   Generation generation() const override { return session().generation(); }
   uint64_t committed_step() const override { return session().committed_step(); }
   std::string trainer_state() const override { return session().trainer_state(); }

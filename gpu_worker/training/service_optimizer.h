@@ -16,22 +16,21 @@ namespace ballast::worker {
 
 struct ServiceOptimizerOptions {
   JobSpec job;
-  // Receives the weights, or, where it gathers ahead, takes them from the session's memory; is
+  // Receives the weights, or, if it gathers ahead, takes them from the session's memory; is
   // notified of each chunk. Borrowed.
   TrainingBackend& backend;
-  // A checkpoint for rank 0 to load into a job that has no weights yet, if there is one: a name
-  // under the service's --checkpoint-dir, or a path on its host. A job that has weights goes on
-  // from them: a restarted worker has the same flags. Empty: none.
+  // A checkpoint for rank 0 to load into a job without weights, if it exists: a name under the
+  // service's --checkpoint-dir, or a path on its host. A job with weights continues with them,
+  // because a restarted worker has the same flags. May be empty.
   std::string resume_directory;
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   absl::Duration reconnect_timeout = client::SessionOptions().reconnect_timeout;
   client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;
 };
 
-// Loads the checkpoint, if one is to be loaded; Join opens this rank's session. Errors are those of
-// Session::Open and LoadCheckpoint; after one of the latter the job is closed, so that no empty one
-// is left. Join returns FAILED_PRECONDITION if the job that it joined
-// before was closed.
+// Loads the checkpoint, if required; Join opens this rank's session. Errors as in Session::Open and
+// LoadCheckpoint. After an error of the latter the job is closed, so that no empty job remains.
+// Join returns FAILED_PRECONDITION if its previous job was closed.
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
     Collective& collective);

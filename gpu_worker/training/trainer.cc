@@ -43,17 +43,17 @@ Trainer::Trainer(const TrainerOptions& options, const TrainerParts& parts)
 
 Trainer::~Trainer() { LeaveOptimizersMemory().IgnoreError(); }
 
-absl::Status Trainer::Run(const TrainerEvents& events) {
+absl::Status Trainer::Run(const OnStep& on_step) {
   // The optimizer counts, not this loop: after a load or an undo the next step may be an earlier
   // one, and a lost step is simply the next one again.
   since_seal_.Lap();
   while (optimizer_.committed_step() < options_.steps) {
-    BALLAST_RETURN_IF_ERROR(Step(optimizer_.committed_step() + 1, events));
+    BALLAST_RETURN_IF_ERROR(Step(optimizer_.committed_step() + 1, on_step));
   }
   return absl::OkStatus();
 }
 
-absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
+absl::Status Trainer::Step(uint64_t step, const OnStep& on_step) {
   const TimelineScope scope(timeline_, Track::kStep, {.step = step});
   Stopwatch stopwatch;
   StartAttempt(step);
@@ -64,12 +64,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   // No rank seals before all are here: a rank that failed is noticed here at the latest.
   BALLAST_RETURN_IF_ERROR(SumLoss());
   if (!lost_) {
-    // From here on the step may become committed. Its loss is noted first, since a worker that dies
-    // between the commit and its report could not tell it any more.
-    attempt_.sealing = true;
-    if (events.on_sealing) {
-      BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
-    }
+    attempt_.sealing = true;  // From here on the step may become committed.
     BALLAST_RETURN_IF_ERROR(Seal());
     // After an ABORTED, too, this rank goes on to ShareDecision, where the others learn of it.
     if (backend_.gathers_ahead()) {
@@ -101,14 +96,13 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   waited_ = report.times.exposed() - exposed_to_seal_;
   report.seconds = stopwatch.Lap();
   report.tokens_per_second = tokens_per_step() / report.seconds;
-  return events.on_step ? events.on_step(report) : absl::OkStatus();
+  return on_step(report);
 }
 
 void Trainer::StartAttempt(uint64_t step) {
   attempt_ = {.report = {.step = step, .loss_scale = loss_scale()},
               .micro_steps = MicroStepsOf(step)};
-  lost_ = false;
-  lost_because_.clear();
+  lost_.reset();
 }
 
 // The collectives sum over ranks and the optimizer over micro-steps; it divides, once, by this.
@@ -189,7 +183,7 @@ Batch Trainer::BatchOf(uint64_t step, uint32_t micro_step) const {
 absl::Status Trainer::SumLoss() {
   Stopwatch stopwatch;
   // One all-reduce for both: the loss, and whether a rank lost the step.
-  double sums[] = {attempt_.report.loss, lost_ ? 1.0 : 0.0};
+  double sums[] = {attempt_.report.loss, lost_.has_value() ? 1.0 : 0.0};
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
   // Where the step is lost this means nothing, but such a step is not sealed and not reported.
   attempt_.report.loss = sums[0] / tokens_per_step();
@@ -326,7 +320,7 @@ absl::Status Trainer::ShareDecision() {
   StepReport& report = attempt_.report;
   Stopwatch stopwatch;
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Ending> endings,
-                           Share(Ending{.lost = lost_,
+                           Share(Ending{.lost = lost_.has_value(),
                                         .decided = attempt_.decided,
                                         .applied = report.applied,
                                         .norm = report.norm,

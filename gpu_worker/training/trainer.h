@@ -2,7 +2,7 @@
 //
 //   Trainer trainer(options, {.backend = ..., .data = ..., ...});
 //   trainer.Join();
-//   trainer.Run({.on_step = [](const StepReport& report) { ... }});
+//   trainer.Run([](const StepReport& report) { ... });
 //
 // A step that the optimizer takes back (ABORTED, on any rank: an operator's abort or load, another
 // process in some rank) is lost on all ranks. A rank that is notified goes on taking part in the
@@ -38,14 +38,14 @@ namespace ballast::worker {
 struct TrainerOptions {
   uint64_t steps = 80;  // The last one.
   uint32_t micro_steps = 2;
-  // The micro-steps of each step, where steps differ. The same on all ranks. Nullable.
+  // The micro-steps of each step, if steps differ. The same on all ranks. Nullable.
   std::function<uint32_t(uint64_t step)> micro_steps_of_step;
   int batch = 12;     // Sequences in a micro-step, of all ranks together.
   int context = 128;  // Tokens in a sequence.
   uint64_t seed = 1;
   LearningRateSchedule learning_rate;
   double max_norm = 0;  // Gradients are clipped to this global norm; 0: not.
-  // Scales the loss, for gradients that travel as fp16; nullopt: not.
+  // Scales the loss, for fp16 gradients; nullopt: no scaling.
   std::optional<client::LossScalerOptions> loss_scaler;
 };
 
@@ -69,7 +69,7 @@ struct StepTimes {
 struct StepReport {
   uint64_t step = 0;
   double loss = 0;  // Mean over the step's tokens, of all ranks, in nats.
-  // These two are NaN where the step was committed and no rank was notified.
+  // These two are NaN if the step was committed without notice to any rank.
   double norm = 0;
   double clip_coefficient = 1;
   double loss_scale = 1;
@@ -90,20 +90,16 @@ struct TrainerParts {
   Timeline* timeline = nullptr;  // Nullable.
 };
 
-// Each is nullable. An error ends the training.
-struct TrainerEvents {
-  // All ranks are through the step's backward passes; this one is about to seal.
-  std::function<absl::Status(uint64_t step, double loss)> on_sealing;
-  // The step is committed. After a load of an older checkpoint, steps are repeated.
-  std::function<absl::Status(const StepReport& report)> on_step;
-};
+// The step is committed. After a load of an older checkpoint, steps are repeated. An error ends the
+// training.
+using OnStep = std::function<absl::Status(const StepReport& report)>;
 
 class Trainer {
  public:
   // The most attempts in a row at a step, and at joining, before it is an error.
   static constexpr int kMaxAttempts = 100;
 
-  // INVALID_ARGUMENT if the loss scaler's options or the clipping cannot work.
+  // INVALID_ARGUMENT if the loss scaler's options or the clipping are invalid.
   static absl::Status Validate(const TrainerOptions& options);
 
   // `options` are valid. Starts the backend.
@@ -115,7 +111,7 @@ class Trainer {
   // FAILED_PRECONDITION if that is past the last step of the options.
   absl::Status Join();
   // From the step after the optimizer's last to the last of the options. The first error ends it.
-  absl::Status Run(const TrainerEvents& events);
+  absl::Status Run(const OnStep& on_step);
 
  private:
   // The step in progress.
@@ -128,7 +124,7 @@ class Trainer {
     Timeline::Clock::time_point decided_at;  // On this rank.
   };
 
-  absl::Status Step(uint64_t step, const TrainerEvents& events);
+  absl::Status Step(uint64_t step, const OnStep& on_step);
   void StartAttempt(uint64_t step);
   absl::Status Passes();
   absl::Status MicroStep(uint32_t micro_step);
@@ -178,9 +174,9 @@ class Trainer {
   double exposed_to_seal_ = 0;  // StepTimes::exposed of the step in progress, up to its seal,
   double waited_ = 0;           // and what it was of the last one after that.
 
-  // The optimizer has taken the step in progress back: on this rank, then on any.
-  bool lost_ = false;
-  std::string lost_because_;  // The last error that notified this rank; empty: another rank's.
+  // The optimizer has taken back the step in progress: on this rank, then on any. The last error
+  // that notified this rank; empty: another rank's.
+  std::optional<std::string> lost_;
 };
 
 }  // namespace ballast::worker

@@ -19,14 +19,13 @@ absl::Status Trainer::UnlessLost(const absl::Status& status) {
 }
 
 void Trainer::Lose(absl::string_view because) {
-  lost_ = true;
   // That another rank has lost the step does not hide what this one was told.
-  if (!because.empty()) lost_because_ = std::string(because);
+  if (!lost_.has_value() || !because.empty()) lost_ = std::string(because);
 }
 
 absl::Status Trainer::JoinAgain() {
   const uint64_t step = attempt_.report.step;
-  const std::string why = lost_because_.empty() ? "another rank was notified" : lost_because_;
+  const std::string why = lost_->empty() ? "another rank was notified" : *lost_;
   // A step that is done sets the count back. All ranks count the same attempts, so they end
   // together.
   if (++attempts_in_a_row_ >= kMaxAttempts) {
@@ -95,8 +94,8 @@ void Trainer::LogTransportIfNew() {
 
 absl::Status Trainer::PastTheLastStep() const {
   return absl::FailedPreconditionError(
-      absl::StrCat("job ", job_.spec.name, " is at step ", optimizer_.committed_step(),
-                   " already; ask for more with --steps, or start another with --job"));
+      absl::StrCat("job ", job_.spec.name, " is already at step ", optimizer_.committed_step(),
+                   "; raise --steps, or start another job with --job"));
 }
 
 absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {

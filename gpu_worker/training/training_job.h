@@ -1,5 +1,5 @@
-// The job that a model's training makes on the service: two param groups, buckets, partitions.
-// Every rank computes the same from the same flags.
+// A model's training job on the service: two param groups, buckets, partitions. Every rank computes
+// the same from the same flags.
 #ifndef BALLAST_GPU_WORKER_TRAINING_TRAINING_JOB_H_
 #define BALLAST_GPU_WORKER_TRAINING_TRAINING_JOB_H_
 
@@ -26,7 +26,7 @@ struct TrainingJobOptions {
   int world_size = 1;
   double lr = 1e-3;
   double weight_decay = 0.1;               // The decay group's.
-  uint32_t micro_steps = 1;                // The most that a step has; 0: any number.
+  uint32_t micro_steps = 1;                // The maximal number of a step; 0: any number.
   DType wire_dtype = DType::kBFloat16;     // Gradients to the service.
   DType weights_dtype = DType::kBFloat16;  // Weights from it, and in the passes.
   UpdateMode update_mode = UpdateMode::kSpeculate;
@@ -40,7 +40,7 @@ struct TrainingJob {
   JobSpec spec;
   Layout layout;
   std::vector<Bucket> buckets;
-  // Memory that each group's flat space needs: to the end of its last bucket's last shard, so that
+  // The memory of each group's flat space: up to the end of its last bucket's last shard, so that
   // collectives work in place.
   std::vector<int64_t> group_elements;
 };

@@ -82,7 +82,7 @@ std::string Lacking(absl::string_view principal, Role role, absl::string_view jo
                     absl::string_view method, Role needed) {
   const std::string has = role == Role::kNobody ? std::string("has no role for")
                                                 : absl::StrCat("is a ", Name(role), " of");
-  return absl::StrCat(principal, " ", has, " ", jobs, ", and ", method, " takes a role of ",
+  return absl::StrCat(principal, " ", has, " ", jobs, ", but ", method, " needs the role ",
                       Name(needed), "; ask for a line in the service's --roles-file");
 }
 
@@ -145,7 +145,7 @@ void Caller::Audit(const absl::Status& end) const {
 absl::StatusOr<std::unique_ptr<Access>> Access::Open(AccessOptions options, Log audit, Log warn) {
   if (!options.tokens.empty() && options.roles.empty()) {
     return absl::InvalidArgumentError(
-        "--tokens-file says who calls, and not what a caller may do: give --roles-file, too");
+        "--tokens-file identifies callers but grants no rights: give --roles-file as well");
   }
   auto access =
       std::unique_ptr<Access>(new Access(std::move(options), std::move(audit), std::move(warn)));
@@ -182,10 +182,10 @@ absl::Status Access::CheckThatTokensAreThere() const {
   const std::vector<std::string> missing = policy()->MissingTokens();
   if (missing.empty()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
-      options_.roles, " has a role of token:", absl::Utf8SafeCEscape(missing.front()), ", and ",
+      options_.roles, " names token:", absl::Utf8SafeCEscape(missing.front()), ", but ",
       options_.tokens.empty() ? "there is no --tokens-file"
-                              : absl::StrCat(options_.tokens, " has no token of that name"),
-      "; add the token, or remove the role"));
+                              : absl::StrCat(options_.tokens, " does not define it"),
+      "; add the token or remove the role"));
 }
 
 std::shared_ptr<const Policy> Access::policy() const {
@@ -238,10 +238,10 @@ absl::StatusOr<Caller> Access::WithRole(Caller caller) const {
   const Role role =
       RoleOf(caller, [&](const Policy& policy) { return policy.HighestRoleOf(caller.principal_); });
   if (role >= caller.needed_) return caller;
-  return Refuse(
-      caller, absl::PermissionDeniedError(absl::StrCat(
-                  caller.principal_, " has no role of ", Name(caller.needed_), " for any job, and ",
-                  caller.method_, " takes one; ask for a line in the service's --roles-file")));
+  return Refuse(caller, absl::PermissionDeniedError(absl::StrCat(
+                            caller.principal_, " does not have the role ", Name(caller.needed_),
+                            " for any job, but ", caller.method_,
+                            " needs it; ask for a line in the service's --roles-file")));
 }
 
 absl::StatusOr<std::optional<Caller>> Access::AdmitViewer(const HttpPeer& peer) const {
@@ -303,15 +303,14 @@ absl::Status Access::Identify(const grpc::ServerContextBase& context, Caller& ca
     // Others may have read it on its way, so even a right one is refused, and it is not looked up.
     if (user.empty() && !tls) {
       return absl::UnauthenticatedError(
-          "tokens are taken over TLS and unix sockets only, where others cannot read them; this "
-          "one "
-          "was sent in the open: replace it");
+          "tokens are accepted only over TLS and unix sockets; others could read this one: "
+          "replace it");
     }
     BALLAST_RETURN_IF_ERROR(IdentifyByToken(*token, caller));
   }
   if (!caller.principal_.empty()) return absl::OkStatus();
   return absl::UnauthenticatedError(
-      "the service does not know who calls: give --token-file, or --tls-cert and --tls-key");
+      "the service cannot identify the caller: give --token-file, or --tls-cert and --tls-key");
 }
 
 absl::Status Access::IdentifyByToken(absl::string_view token, Caller& caller) const {
@@ -319,14 +318,13 @@ absl::Status Access::IdentifyByToken(absl::string_view token, Caller& caller) co
   // token count as one.
   if (token.empty()) {
     return absl::UnauthenticatedError(
-        "the header `authorization` has no token: send Bearer TOKEN, or no such header");
+        "the header `authorization` has no token: send Bearer TOKEN, or leave out the header");
   }
   const TokenDigest digest = DigestOf(token);
   const std::optional<std::string> name = policy()->TokenWith(digest);
   if (!name.has_value()) {
     return absl::UnauthenticatedError(
-        "the service knows no such token; see to --token-file, and to the service's "
-        "--tokens-file");
+        "the service does not know this token; check --token-file and the service's --tokens-file");
   }
   caller.principal_ = TokenPrincipal(*name);
   caller.token_ = digest;

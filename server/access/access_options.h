@@ -1,4 +1,4 @@
-// Files that say who may do what.
+// Files that define who may do what.
 #ifndef BALLAST_SERVER_ACCESS_ACCESS_OPTIONS_H_
 #define BALLAST_SERVER_ACCESS_ACCESS_OPTIONS_H_
 
@@ -6,14 +6,14 @@
 
 namespace ballast::server {
 
-// All are paths, and empty where there is none. They are read again when they change.
+// All are paths; empty: not used. They are read again when they change.
 struct AccessOptions {
-  // Addresses of TCP speak TLS, with this certificate (a chain in the form of PEM) and its key.
+  // TCP addresses use TLS with this certificate (a PEM chain) and its key.
   std::string tls_certificate;
   std::string tls_key;
-  // Clients have certificates that these authorities have signed. With tokens they may have none.
+  // The authorities of client certificates. With tokens a client certificate is optional.
   std::string tls_client_ca;
-  // Of policy.h. Without roles every caller is an operator of all jobs.
+  // The format is in policy.h. Without roles every caller is an operator of all jobs.
   std::string roles;
   std::string tokens;
 };

@@ -7,8 +7,6 @@
 #include <chrono>
 #include <utility>
 
-#include "cpu_optimizer_service/common/system/memory_guard.h"
-
 namespace ballast::server {
 namespace {
 
@@ -74,10 +72,7 @@ FileWatch::FileWatch(std::vector<WatchedFiles> files)
     : files_(std::move(files)), thread_("watch-files", kLookEvery, [this] { Look(); }) {}
 
 void FileWatch::Look() {
-  for (WatchedFiles& files : files_) {
-    // What has no memory for it is looked at in the next second, and keeps none of the others out.
-    (void)RunsInMemory([&] { files.Look(); });
-  }
+  for (WatchedFiles& files : files_) files.Look();
 }
 
 }  // namespace ballast::server

@@ -1,4 +1,4 @@
-// Which role each method takes: the whole table.
+// The table of methods and their roles.
 #ifndef BALLAST_SERVER_ACCESS_METHOD_RULES_H_
 #define BALLAST_SERVER_ACCESS_METHOD_RULES_H_
 
@@ -9,8 +9,8 @@
 
 namespace ballast::server {
 
-// `method` is "Service.Method", of package ballast.v1: "JobService.CloseJob". nullopt: the table
-// does not have it; then it takes an operator, and a test fails.
+// `method` is "Service.Method" in package ballast.v1: "JobService.CloseJob". nullopt: the table
+// lacks it. Then it takes an operator, and a test fails.
 std::optional<Role> RuleOf(absl::string_view method);
 
 }  // namespace ballast::server

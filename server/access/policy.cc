@@ -62,8 +62,8 @@ absl::StatusOr<uint32_t> UidOf(absl::string_view user) {
   std::vector<char> memory(kMostUserBytes);
   getpwnam_r(std::string(user).c_str(), &entry, memory.data(), memory.size(), &found);
   if (found != nullptr) return found->pw_uid;
-  return absl::InvalidArgumentError(
-      absl::StrCat("this host has no user ", Quoted(user), "; give a name or a number of one"));
+  return absl::InvalidArgumentError(absl::StrCat("this host has no user ", Quoted(user),
+                                                 "; give the name or the number of a user"));
 }
 
 absl::StatusOr<std::string> ParsePrincipal(absl::string_view text) {
@@ -79,8 +79,8 @@ absl::StatusOr<std::string> ParsePrincipal(absl::string_view text) {
       !name.empty()) {
     return std::string(text);
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat(Quoted(text), " is no principal; write cert:NAME, user:NAME, token:NAME or *"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      Quoted(text), " is not a principal; write cert:NAME, user:NAME, token:NAME or *"));
 }
 
 absl::Status ForEachLine(absl::string_view contents, const std::string& file,
@@ -126,18 +126,17 @@ absl::Status Policy::AddRole(absl::string_view line) {
   const absl::string_view name = TakeWord(line);
   // Not quoted: in a file that is given by mistake it may be a token.
   if (line.empty()) {
-    return absl::InvalidArgumentError(
-        "one word alone; write ROLE JOBS PRINCIPAL, such as viewer * user:ann");
+    return absl::InvalidArgumentError("expected ROLE JOBS PRINCIPAL, such as viewer * user:ann");
   }
   const std::optional<Role> role = ParseRole(name);
   if (!role.has_value()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("there is no role ", Quoted(name), "; there are viewer, trainer, operator"));
+        absl::StrCat("unknown role ", Quoted(name), "; the roles are viewer, trainer, operator"));
   }
   const absl::string_view jobs = TakeWord(line);
   if (!IsJobPattern(jobs)) {
     return absl::InvalidArgumentError(
-        absl::StrCat(Quoted(jobs), " is no pattern of job names, such as gpt-* or *"));
+        absl::StrCat(Quoted(jobs), " is not a pattern of job names; write one such as gpt-* or *"));
   }
   BALLAST_ASSIGN_OR_RETURN(std::string principal, ParsePrincipal(line));
   roles_.push_back({.role = *role, .jobs = std::string(jobs), .principal = std::move(principal)});
@@ -150,10 +149,10 @@ absl::Status Policy::AddToken(absl::string_view line) {
   // in a client's file, and is not to be in a log.
   const bool is_hex = std::all_of(line.begin(), line.end(), absl::ascii_isxdigit);
   if (line.size() != kDigestDigits || !is_hex) {
-    return absl::InvalidArgumentError(absl::StrCat("no NAME and SHA-256 of ", kDigestDigits,
-                                                   " hexadecimal digits; write both, and not the "
-                                                   "token itself: printf %s \"$TOKEN\" | sha256sum "
-                                                   "makes the digits"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("expected NAME and the token's SHA-256 of ", kDigestDigits,
+                     " hexadecimal digits, not the token itself; make the digits with printf %s "
+                     "\"$TOKEN\" | sha256sum"));
   }
   Token token = {.name = std::string(name), .digest = {}};
   const std::string bytes = absl::HexStringToBytes(line);

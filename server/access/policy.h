@@ -1,4 +1,4 @@
-// Who has which role, as --roles-file and --tokens-file say.
+// Who has which role, from --roles-file and --tokens-file.
 //
 // Each line of the roles is: ROLE JOBS PRINCIPAL
 //
@@ -7,13 +7,13 @@
 //   viewer    *      cert:Grafana of the second floor
 //   viewer    *      *
 //
-// JOBS is a pattern of job names, in which * stands for anything. PRINCIPAL is the common name of a
-// client certificate, a user of this host by name or number, a token by its name, or * for every
-// caller that is known at all. Of the lines that fit a caller and a job the highest role counts.
+// JOBS is a pattern of job names, in which * matches anything. PRINCIPAL is the common name of a
+// client certificate, a user of this host by name or number, a token's name, or * for every
+// authenticated caller. If several lines match a caller and a job, the highest role counts.
 //
 // Each line of the tokens is: NAME SHA256, the digest of the token in hexadecimal.
 //
-// In both, empty lines and what follows a # at the beginning of a line mean nothing.
+// In both files empty lines and lines that begin with # are ignored.
 #ifndef BALLAST_SERVER_ACCESS_POLICY_H_
 #define BALLAST_SERVER_ACCESS_POLICY_H_
 
@@ -42,8 +42,8 @@ std::string TokenPrincipal(absl::string_view name);
 // Immutable.
 class Policy {
  public:
-  // Of the contents of the files, which messages name. INVALID_ARGUMENT, in one line with the
-  // line's number: a role that does not exist, a user whom this host does not know, another form.
+  // From the files' contents; messages name the files. INVALID_ARGUMENT, in one line with the
+  // line's number: an unknown role, an unknown user of this host, or an invalid line.
   static absl::StatusOr<Policy> Parse(absl::string_view roles, const std::string& roles_file,
                                       absl::string_view tokens, const std::string& tokens_file);
 
@@ -51,14 +51,14 @@ class Policy {
   std::optional<std::string> TokenWith(const TokenDigest& digest) const;
 
   Role RoleOf(absl::string_view principal, absl::string_view job) const;
-  // For all jobs that there may be: of the lines for *.
+  // For all possible jobs: by the lines for *.
   Role RoleOfAll(absl::string_view principal) const;
   // For any job.
   Role HighestRoleOf(absl::string_view principal) const;
-  // Whether a line is about this principal by its name.
+  // Whether a line names this principal.
   bool Names(absl::string_view principal) const;
 
-  // The tokens that a line is about and that there are none of.
+  // Tokens in the roles file that the tokens file does not define.
   std::vector<std::string> MissingTokens() const;
 
   size_t roles() const { return roles_.size(); }
@@ -70,7 +70,7 @@ class Policy {
     std::string jobs;
     std::string principal;
   };
-  // The highest role in the lines for the principal that are for the right jobs.
+  // The highest role in the lines for the principal whose jobs match.
   Role Highest(absl::string_view principal,
                const std::function<bool(const std::string& jobs)>& are_right) const;
   struct Token {

@@ -1,4 +1,4 @@
-// What a principal may do with a job. Each role may do what those before it may.
+// What a principal may do with a job. Each role includes those before it.
 #ifndef BALLAST_SERVER_ACCESS_ROLE_H_
 #define BALLAST_SERVER_ACCESS_ROLE_H_
 
@@ -13,7 +13,7 @@ enum class Role : uint8_t {
   kNobody,    // Nothing.
   kViewer,    // Looks.
   kTrainer,   // Creates the job, attaches to it and trains.
-  kOperator,  // All the rest.
+  kOperator,  // Everything else.
 };
 
 constexpr absl::string_view Name(Role role) {
@@ -30,7 +30,7 @@ constexpr absl::string_view Name(Role role) {
   return "nobody";
 }
 
-// nullopt: there is no such role that a line can give.
+// nullopt: a line cannot give such a role.
 constexpr std::optional<Role> ParseRole(absl::string_view name) {
   for (const Role role : {Role::kViewer, Role::kTrainer, Role::kOperator}) {
     if (name == Name(role)) return role;

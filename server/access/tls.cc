@@ -50,7 +50,7 @@ absl::StatusOr<std::unique_ptr<Tls>> Tls::Open(const AccessOptions& options) {
   }
   if (!options.tls_client_ca.empty() && options.tls_certificate.empty()) {
     return absl::InvalidArgumentError(
-        "--tls-client-ca is for TLS: give --tls-cert and --tls-key, too");
+        "--tls-client-ca needs TLS: give --tls-cert and --tls-key as well");
   }
   auto tls = std::unique_ptr<Tls>(new Tls(options));
   BALLAST_RETURN_IF_ERROR(tls->ReadAgain());

@@ -16,23 +16,23 @@
 
 namespace ballast::server {
 
-// gRPC reads the files of a certificate again every second, and takes what it finds there: with a
-// new certificate and an old key it would refuse all connections. So it is given copies in memory,
-// of files that have been checked together. Not thread-safe.
+// gRPC reads a certificate's files every second and takes what it finds. With a new certificate and
+// an old key it would refuse all connections. So it gets copies in memory of files that were
+// checked together. Not thread-safe.
 class Tls {
  public:
-  // INVALID_ARGUMENT, in one line, for files that are missing or wrong. Without a certificate
-  // nothing is encrypted.
+  // INVALID_ARGUMENT, in one line, for files that are missing or wrong. Without a certificate there
+  // is no encryption.
   static absl::StatusOr<std::unique_ptr<Tls>> Open(const AccessOptions& options);
 
-  // Of at least TLS 1.2.
+  // For TLS 1.2 and later.
   std::shared_ptr<grpc::ServerCredentials> credentials() const;
 
-  // New connections use what the files have now. The old contents stay in use where there is an
-  // error, which it returns.
+  // New connections use the files' current contents. Returns an error, and then keeps the old
+  // contents.
   absl::Status ReadAgain();
 
-  // When the certificate in use expires; 0: there is none. From any thread.
+  // When the current certificate expires; 0: no certificate. From any thread.
   int64_t expires_unix_seconds() const { return expires_unix_seconds_; }
 
  private:

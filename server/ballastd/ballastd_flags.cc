@@ -1,9 +1,10 @@
 #include "server/ballastd/ballastd_flags.h"
 
-#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
 #include <vector>
 
-#include "absl/flags/flag.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -11,131 +12,149 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
+#include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
+#include "cpu_optimizer_service/common/text/command_line.h"
 #include "cpu_optimizer_service/host/state_directory.h"
 #include "server/ballastd/config_check.h"
-#include "server/ballastd/flag_sources.h"
 #include "server/holder/holder.h"
-
-ABSL_FLAG(
-    std::vector<std::string>, listen, {"127.0.0.1:7070"},
-    "Addresses to listen on, separated by commas: HOST:PORT or unix:/path. Port 0: the system "
-    "chooses.");
-ABSL_FLAG(
-    bool, insecure, false,
-    "Allow addresses that other hosts can reach, although every host that does may do everything.");
-ABSL_FLAG(std::string, tls_cert, "",
-          "Speak TLS over TCP with this certificate, a chain in the form of PEM.");
-ABSL_FLAG(std::string, tls_key, "", "Its key, which other users may not read.");
-ABSL_FLAG(std::string, tls_client_ca, "",
-          "Ask clients for a certificate that these authorities have signed.");
-ABSL_FLAG(std::string, roles_file, "",
-          "Who may do what. A line is: ROLE JOBS PRINCIPAL, such as: trainer gpt-* token:ci. Roles "
-          "are viewer, trainer and operator; principals cert:NAME, user:NAME, token:NAME or *. "
-          "Without it every caller is an operator of all jobs.");
-ABSL_FLAG(std::string, tokens_file, "",
-          "Tokens of clients. A line is: NAME SHA256. Other users may not read it.");
-// Read before the others (flag_sources.h).
-ABSL_FLAG(
-    std::string, config, "",
-    "A file with flags: lines of KEY = VALUE. The environment (BALLASTD_THREADS for --threads) "
-    "and this command line come before it.");
-ABSL_FLAG(bool, check_config, false, "Check the flags and the files that they name, and exit.");
-ABSL_FLAG(std::string, user, "",
-          "The user, by name or number, that root checks as with --check-config, because root may "
-          "read and write everything. Default: the user ballast, if there is one.");
-ABSL_FLAG(
-    std::string, upgrade, "",
-    "Have the service of this process id, the parent's, go on with the program that is on disk by "
-    "now, and read its configuration again; nothing is lost, and where the program or the "
-    "configuration would not do, nothing changes. Waits until it serves, and exits.");
-ABSL_FLAG(std::string, check_state, "",
-          "Say whether this ballastd could take over what the service of this process id, the "
-          "parent's, keeps, and exit, with 0 or 2.");
-ABSL_FLAG(std::string, memory_limit, "",
-          "Memory for all jobs together: a number with B, KiB, MiB, GiB or TiB. Default: 80% of "
-          "what the machine has left at start, or the process's control groups if that is less.");
-ABSL_FLAG(
-    int, threads, 0,
-    "Threads for updates; 0: one for each processor that the process may use, by its affinity "
-    "mask and the CPU quota of its control groups (rounded up).");
-ABSL_FLAG(std::string, log_level, "info",
-          "debug, info, warning, error or off. Lines of the audit are written at each of them.");
-ABSL_FLAG(
-    std::string, log_format, "text",
-    "text, or json: one object a line, with time, level, message, and job where there is one. "
-    "Where standard error is systemd's journal, lines have its priorities in front.");
-ABSL_FLAG(
-    double, seal_deadline_seconds, 60,
-    "When a step's first seal is this old, sealed ranks are notified which ranks they wait for.");
-ABSL_FLAG(std::string, checkpoint_dir, "",
-          "Where jobs are saved, each in folders DIR/JOB/step-STEP.GENERATION: when the service "
-          "stops, as --checkpoint-every says, and on request (`ballast save`). Names that `ballast "
-          "save` and `ballast load` are given lead there.");
-ABSL_FLAG(std::string, checkpoint_every, "",
-          "Save every job by itself, while steps go on: 1000steps, 90s, 10min or 2h, or two with a "
-          "comma between them. Needs --checkpoint-dir. Empty: only when it stops and on request.");
-ABSL_FLAG(
-    int, checkpoint_keep, ballast::kDefaultKeptCheckpoints,
-    "How many checkpoints of a job stay of those that the service makes by itself: the newest. "
-    "Those of other jobs of the same name are never deleted.");
-ABSL_FLAG(int, checkpoint_keep_asked, 0,
-          "The same of those that were asked for (`ballast save`, the state_dict() of a trainer). "
-          "0: all, until `ballast delete-checkpoint`. A limit may delete what a trainer's own "
-          "checkpoint needs.");
-ABSL_FLAG(
-    std::string, forget_after, "",
-    "Save and close a job that no rank has had for so long: 90s, 10min or 2h. It goes on from "
-    "that checkpoint (--resume). Longer than workers try to reconnect, a minute. Needs "
-    "--checkpoint-dir. Empty: jobs stay until they are closed.");
-ABSL_FLAG(bool, allow_paths, false,
-          "Take absolute paths in SaveJob and LoadJob from every caller. Without it, only over a "
-          "unix socket to which only this user can connect.");
-// Under the ten seconds after which container runtimes kill, with room for a save.
-ABSL_FLAG(double, drain_seconds, 5,
-          "When the service stops, how long steps in progress may take to end. Saving comes after "
-          "that, and is not bounded.");
-ABSL_FLAG(std::string, shared_memory, "auto",
-          "auto: workers on this host share memory with the service where they ask for it; never.");
-ABSL_FLAG(std::string, port_file, "",
-          "Write the addresses here, one a line, once the service listens.");
-ABSL_FLAG(
-    std::string, state_dir, "",
-    "Keep all memory of jobs as files in this directory, on a tmpfs or hugetlbfs, so that they "
-    "outlive all processes of the service, as when a container is restarted. It is made, for "
-    "this user alone, if its parent directory is there. Empty: what --holder says.");
-ABSL_FLAG(std::string, holder, "parent",
-          "What holds the memory of jobs when the service's process dies. parent: a process that "
-          "starts the service as its child, and again when that dies; none: nothing does.");
-ABSL_FLAG(int, most_deaths, 12,
-          "So many deaths of the service's process in a row, none of one that had served for five "
-          "seconds, and it is not started again. 0: however many.");
-ABSL_FLAG(std::string, metrics_listen, "",
-          "Serve metrics, a status page and /live and /ready over HTTP here: PORT of this host "
-          "alone, or HOST:PORT, such as 127.0.0.1:7071. Port 0: the system chooses. With "
-          "--tls-cert it speaks TLS. Default: not.");
-ABSL_FLAG(bool, metrics_insecure, false,
-          "Allow --metrics-listen addresses that other hosts can reach without saying who they "
-          "are: every host that does may look at all jobs.");
-ABSL_FLAG(bool, self_benchmark, false,
-          "Measure how fast this host updates against what its memory allows, print it and exit.");
-ABSL_FLAG(bool, startup_benchmark, true,
-          "Measure the same briefly at start, and log it with what makes the host slow.");
 
 namespace ballast::server {
 namespace {
+
+// 11 days. Added to a clock's time, they do not overflow.
+constexpr double kMostSeconds = 1e6;
+constexpr char kAbout[] =
+    "ballastd: the Ballast optimizer service\n\n"
+    "A flag --drain-seconds=5 is also a line `drain-seconds = 5` of the --config file, and the "
+    "variable\nBALLASTD_DRAIN_SECONDS. Defaults are in parentheses.\n";
+
+// What flags say before it is looked into together.
+struct Texts {
+  std::string listen = "127.0.0.1:7070";
+  std::string memory_limit;
+  std::string checkpoint_every;
+  int keep_asked = 0;
+  std::string forget_after;
+  std::string config;
+  std::string user;
+};
+
+void AddFlags(BallastdFlags& flags, Texts& texts, CommandLine& line) {
+  AccessOptions& access = flags.server.access;
+  line.Group("Where it listens");
+  line.Add(
+      "listen", texts.listen,
+      "Addresses to listen on, separated by commas: HOST:PORT or unix:/path. Port 0: the system "
+      "chooses.");
+  line.Add("insecure", flags.server.insecure,
+           "Allow addresses that other hosts can reach without authentication. Every such host may "
+           "do everything.");
+  line.Add("metrics-listen", flags.status.listen,
+           "Serve metrics, a status page, /live and /ready over HTTP here: PORT on loopback, or "
+           "HOST:PORT, such as 127.0.0.1:7071. Port 0: the system chooses. With --tls-cert it uses "
+           "TLS. Default: off.");
+  line.Add("metrics-insecure", flags.status.allow_remote,
+           "Allow --metrics-listen addresses that other hosts can reach without authentication. "
+           "Every such host may look at all jobs.");
+  line.Add("port-file", flags.port_file,
+           "Write the addresses here, one a line, once the service listens.");
+  line.Group("Who may do what");
+  line.Add("tls-cert", access.tls_certificate,
+           "Use TLS over TCP with this certificate, a PEM chain.");
+  line.Add("tls-key", access.tls_key, "Its key. Other users must not be able to read it.");
+  line.Add("tls-client-ca", access.tls_client_ca,
+           "Request client certificates signed by these authorities.");
+  line.Add("roles-file", access.roles,
+           "Who may do what. A line is: ROLE JOBS PRINCIPAL, such as: trainer gpt-* token:ci. "
+           "Roles are viewer, trainer and operator. Principals are cert:NAME, user:NAME, "
+           "token:NAME or *. Without this file every caller is an operator of all jobs.");
+  line.Add("tokens-file", access.tokens,
+           "Tokens of clients. A line is: NAME SHA256. Other users must not be able to read it.");
+  line.Add("allow-paths", flags.server.allow_paths,
+           "Accept absolute paths in SaveJob and LoadJob from every caller. Without it, only over "
+           "a unix socket to which only this user can connect.");
+  line.Group("Memory and processors");
+  line.Add("memory-limit", texts.memory_limit,
+           "Memory for all jobs together: a number with B, KiB, MiB, GiB or TiB. Default: 80% of "
+           "the free memory at start, of the machine or of the process's control groups, whichever "
+           "is less.");
+  line.Add("threads", flags.threads, 0, 4096,
+           "Threads for updates. 0: one for each usable processor, by affinity mask and CPU quota "
+           "of control groups (rounded up).");
+  line.Add("shared-memory", flags.server.shared_memory, {{"auto", true}, {"never", false}},
+           "auto: workers on this host share memory with the service if they request it. never: "
+           "they do not.");
+  line.Add("state-dir", flags.state_directory,
+           "Keep all memory of jobs as files in this directory, on a tmpfs or hugetlbfs. Jobs then "
+           "survive the end of all the service's processes, for example a container's restart. The "
+           "directory is created, for this user only, if its parent exists. Empty: see --holder.");
+  line.Add("holder", flags.has_holder, {{"parent", true}, {"none", false}},
+           "What keeps the memory of jobs if the service's process crashes. parent: a process that "
+           "starts the service as its child, and restarts it after a crash. none: jobs are lost.");
+  line.Add("most-deaths", flags.most_deaths, 0, std::numeric_limits<int>::max(),
+           "The parent gives up after so many crashes in a row of processes that served less than "
+           "five seconds. 0: never.");
+  line.Group("Training and checkpoints");
+  line.Add("seal-deadline-seconds", flags.server.seal_deadline_seconds, 0.0, kMostSeconds,
+           "When a step's first seal is this old, the service tells sealed ranks which ranks they "
+           "wait for.");
+  line.Add("checkpoint-dir", flags.checkpoint_directory,
+           "Where jobs are saved, in folders DIR/JOB/step-STEP.GENERATION: when the service stops, "
+           "every --checkpoint-every, and on request (`ballast save`). `ballast save` and `ballast "
+           "load` take names in it.");
+  line.Add(
+      "checkpoint-every", texts.checkpoint_every,
+      "Save every job regularly, while steps go on: 1000steps, 90s, 10min or 2h, or two of these "
+      "separated by a comma. Needs --checkpoint-dir. Empty: only at the stop and on request.");
+  line.Add("checkpoint-keep", flags.checkpoint_policy.keep, 1, 1000,
+           "How many scheduled checkpoints of a job stay: the newest. Those of other jobs of the "
+           "same name are never deleted.");
+  line.Add("checkpoint-keep-asked", texts.keep_asked, 0, 1000,
+           "The same for requested checkpoints (`ballast save`, a trainer's state_dict()). 0: all, "
+           "until `ballast delete-checkpoint`. A limit may delete a checkpoint that a trainer's "
+           "own checkpoint needs.");
+  line.Add("forget-after", texts.forget_after,
+           "Save and close a job without attached ranks after so long: 90s, 10min or 2h. To go on, "
+           "resume from that checkpoint (--resume). Choose more than the minute for which workers "
+           "try to reconnect. Needs --checkpoint-dir. Empty: jobs stay until they are closed.");
+  // Under the ten seconds after which container runtimes kill, with room for a save.
+  line.Add("drain-seconds", flags.drain_seconds, 0.0, kMostSeconds,
+           "When the service stops, how long steps in progress may take to end. The saves after "
+           "that are not bounded.");
+  line.Group("The process itself");
+  line.Add("config", texts.config,
+           "A file with flags: lines of KEY = VALUE. The environment (BALLASTD_THREADS for "
+           "--threads) overrides it, and this command line overrides both.");
+  line.Add("check-config", flags.check_config, "Check the flags and their files, and exit.");
+  line.Add("user", texts.user,
+           "With --check-config as root: check as this user, by name or number, because root can "
+           "read and write everything. Default: the user ballast, if it exists.");
+  line.Add(
+      "upgrade", flags.upgrade,
+      "Upgrade the service with this process id (the parent's) to the program that is now on disk, "
+      "and make it read its configuration again. No state is lost. If the program or the "
+      "configuration is unfit, nothing changes. Waits until the service serves, and exits.");
+  line.Add("check-state", flags.check_state,
+           "Say whether this ballastd can take over the state of the service with this process id "
+           "(the parent's), and exit with 0 or 2.");
+  line.Add("log-level", flags.log_level,
+           "debug, info, warning, error or off. Audit lines are written at every level.")
+      ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}));
+  line.Add("log-format", flags.log_format, {{"text", LogFormat::kText}, {"json", LogFormat::kJson}},
+           "text, or json: one object a line, with time, level, message, and the job if the line "
+           "has one. If standard error is systemd's journal, lines begin with its priorities.");
+  line.Add("startup-benchmark", flags.startup_benchmark,
+           "At start, run a short self-benchmark and log it, with what makes the host slow.");
+  line.Add(
+      "self-benchmark", flags.self_benchmark,
+      "Measure how fast this host updates, relative to its memory bandwidth, print it and exit.");
+}
 
 absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
   if (text.empty()) return DefaultMemoryLimitBytes();
   absl::StatusOr<int64_t> bytes = ParseBytes(text);
   return bytes.ok() ? bytes : Annotate(bytes.status(), "flag --memory-limit");
-}
-
-absl::Status CheckSeconds(absl::string_view flag, double seconds) {
-  // NaN is refused, too. A million seconds, 11 days, added to a clock's time do not overflow.
-  if (seconds >= 0 && seconds <= 1e6) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("flag --", flag, ": ", seconds, " is not between 0 and 1000000 seconds"));
 }
 
 // One of "1000steps" and "10min" into what it says.
@@ -169,163 +188,96 @@ absl::StatusOr<double> ParseForgetAfter(const std::string& text, const std::stri
   }
   if (directory.empty()) {
     return absl::InvalidArgumentError(
-        "flag --forget-after: there is no place to save to; give --checkpoint-dir, too");
+        "flag --forget-after needs a directory to save to; give --checkpoint-dir as well");
   }
   return parsed.every_seconds;
 }
 
-absl::StatusOr<CheckpointPolicy> ParseCheckpointPolicy(const std::string& directory,
-                                                       const std::string& every, int keep,
-                                                       int keep_asked) {
-  CheckpointPolicy policy = {.keep = keep};
-  if (keep_asked > 0) policy.keep_asked = keep_asked;
-  if (keep_asked < 0 || keep_asked > 1000) {
-    return absl::InvalidArgumentError(absl::StrCat("flag --checkpoint-keep-asked: ", keep_asked,
-                                                   " is not between 0, for all, and 1000"));
-  }
-  if (keep < 1 || keep > 1000) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("flag --checkpoint-keep: ", keep, " is not between 1 and 1000"));
-  }
-  if (every.empty()) return policy;
+absl::Status ParseCheckpointEvery(const std::string& every, const std::string& directory,
+                                  CheckpointPolicy& policy) {
+  if (every.empty()) return absl::OkStatus();
   if (directory.empty()) {
     return absl::InvalidArgumentError(
-        "flag --checkpoint-every: there is no place to save to; give --checkpoint-dir, too");
+        "flag --checkpoint-every needs a directory to save to; give --checkpoint-dir as well");
   }
   for (const absl::string_view part : absl::StrSplit(every, ',')) {
     BALLAST_RETURN_IF_ERROR(Annotate(ParseInterval(part, policy), "flag --checkpoint-every"));
   }
-  return policy;
+  return absl::OkStatus();
 }
 
-absl::StatusOr<bool> ParseSharedMemory(const std::string& text) {
-  if (text == "auto" || text == "never") return text == "auto";
-  return absl::InvalidArgumentError(
-      absl::StrCat("flag --shared-memory: '", text, "' is neither auto nor never"));
-}
-
-absl::StatusOr<bool> ParseHolder(const std::string& text) {
-  if (text == "parent" || text == "none") return text == "parent";
-  return absl::InvalidArgumentError(
-      absl::StrCat("flag --holder: '", text, "' is neither parent nor none"));
-}
-
-absl::Status CheckLogLevel(const std::string& level) {
-  for (const char* known : {"debug", "info", "warning", "error", "off"}) {
-    if (level == known) return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("flag --log-level: '", level, "' is none of debug, info, warning, error, off"));
-}
-
-// What the flags are set to.
-absl::StatusOr<BallastdFlags> TakeFlags() {
-  BallastdFlags flags;
-  flags.upgrade = absl::GetFlag(FLAGS_upgrade);
-  flags.check_state = absl::GetFlag(FLAGS_check_state);
+// Looks into what the flags say together.
+absl::Status Check(BallastdFlags& flags, const Texts& texts) {
   // A program that is tried has the service's own arguments, and this one behind them
   // (holder_table.h): all of them are checked.
   const bool is_of_trial = flags.check_state == kHeldState;
-  // These ask for the process id alone: flags and files that are meant for a service cannot make
-  // them fail.
-  if (!flags.upgrade.empty() || (!flags.check_state.empty() && !is_of_trial)) return flags;
-  flags.server.listen = absl::GetFlag(FLAGS_listen);
-  flags.server.insecure = absl::GetFlag(FLAGS_insecure);
-  flags.server.access = {.tls_certificate = absl::GetFlag(FLAGS_tls_cert),
-                         .tls_key = absl::GetFlag(FLAGS_tls_key),
-                         .tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca),
-                         .roles = absl::GetFlag(FLAGS_roles_file),
-                         .tokens = absl::GetFlag(FLAGS_tokens_file)};
-  flags.check_config = absl::GetFlag(FLAGS_check_config);
-  flags.server.seal_deadline_seconds = absl::GetFlag(FLAGS_seal_deadline_seconds);
-  flags.threads = absl::GetFlag(FLAGS_threads);
-  flags.log_level = absl::GetFlag(FLAGS_log_level);
-  const std::string log_format = absl::GetFlag(FLAGS_log_format);
-  if (log_format != "text" && log_format != "json") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("flag --log-format: '", log_format, "' is none of text, json"));
+  // These ask for the process id alone: files that are meant for a service cannot make them fail.
+  if (!flags.upgrade.empty() || (!flags.check_state.empty() && !is_of_trial)) {
+    return absl::OkStatus();
   }
-  flags.log_format = log_format == "json" ? LogFormat::kJson : LogFormat::kText;
-  flags.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
-  BALLAST_ASSIGN_OR_RETURN(
-      flags.checkpoint_policy,
-      ParseCheckpointPolicy(flags.checkpoint_directory, absl::GetFlag(FLAGS_checkpoint_every),
-                            absl::GetFlag(FLAGS_checkpoint_keep),
-                            absl::GetFlag(FLAGS_checkpoint_keep_asked)));
-  BALLAST_ASSIGN_OR_RETURN(
-      flags.forget_after_seconds,
-      ParseForgetAfter(absl::GetFlag(FLAGS_forget_after), flags.checkpoint_directory));
-  flags.server.allow_paths = absl::GetFlag(FLAGS_allow_paths);
-  flags.drain_seconds = absl::GetFlag(FLAGS_drain_seconds);
-  flags.port_file = absl::GetFlag(FLAGS_port_file);
-  flags.settings = FlagValues();
-  flags.status.listen = absl::GetFlag(FLAGS_metrics_listen);
-  flags.status.allow_remote = absl::GetFlag(FLAGS_metrics_insecure);
+  if (texts.keep_asked > 0) flags.checkpoint_policy.keep_asked = texts.keep_asked;
+  BALLAST_RETURN_IF_ERROR(ParseCheckpointEvery(texts.checkpoint_every, flags.checkpoint_directory,
+                                               flags.checkpoint_policy));
+  BALLAST_ASSIGN_OR_RETURN(flags.forget_after_seconds,
+                           ParseForgetAfter(texts.forget_after, flags.checkpoint_directory));
   flags.status.access = flags.server.access;
-  flags.self_benchmark = absl::GetFlag(FLAGS_self_benchmark);
-  flags.startup_benchmark = absl::GetFlag(FLAGS_startup_benchmark);
-  BALLAST_ASSIGN_OR_RETURN(flags.memory_limit_bytes,
-                           ParseMemoryLimit(absl::GetFlag(FLAGS_memory_limit)));
-  flags.memory_limit_is_default = absl::GetFlag(FLAGS_memory_limit).empty();
-  flags.state_directory = absl::GetFlag(FLAGS_state_dir);
+  BALLAST_ASSIGN_OR_RETURN(flags.memory_limit_bytes, ParseMemoryLimit(texts.memory_limit));
+  flags.memory_limit_is_default = texts.memory_limit.empty();
   if (!flags.state_directory.empty()) {
     BALLAST_RETURN_IF_ERROR(
         Annotate(StateDirectory::Check(flags.state_directory), "flag --state-dir"));
   }
-  flags.most_deaths = absl::GetFlag(FLAGS_most_deaths);
-  BALLAST_ASSIGN_OR_RETURN(flags.has_holder, ParseHolder(absl::GetFlag(FLAGS_holder)));
-  BALLAST_ASSIGN_OR_RETURN(flags.server.shared_memory,
-                           ParseSharedMemory(absl::GetFlag(FLAGS_shared_memory)));
-  BALLAST_RETURN_IF_ERROR(CheckSeconds("drain-seconds", flags.drain_seconds));
-  BALLAST_RETURN_IF_ERROR(
-      CheckSeconds("seal-deadline-seconds", flags.server.seal_deadline_seconds));
-  BALLAST_RETURN_IF_ERROR(CheckLogLevel(flags.log_level));
+  flags.server.listen = absl::StrSplit(texts.listen, ',', absl::SkipEmpty());
   if (flags.server.listen.empty()) {
     return absl::InvalidArgumentError("flag --listen: give at least one address");
-  }
-  if (flags.most_deaths < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("flag --most-deaths: ", flags.most_deaths, " is negative"));
-  }
-  if (flags.threads < 0 || flags.threads > 4096) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("flag --threads: ", flags.threads, " is not between 0 and 4096"));
   }
   // A process that may find jobs is not refused because a token has been revoked meanwhile.
   const bool is_new = !IsHeld() && flags.state_directory.empty();
   BALLAST_RETURN_IF_ERROR(Server::Check(flags.server, is_new));
-  if (!flags.status.listen.empty()) {
-    BALLAST_RETURN_IF_ERROR(Annotate(HttpServer::ParseListen(flags.status).status(),
-                                     "flag --metrics-listen=" + flags.status.listen));
-  }
-  return flags;
+  if (flags.status.listen.empty()) return absl::OkStatus();
+  return Annotate(HttpServer::ParseListen(flags.status).status(),
+                  "flag --metrics-listen=" + flags.status.listen);
 }
 
-// As the user that the service runs as.
-absl::StatusOr<BallastdFlags> CheckFlags() {
-  BALLAST_ASSIGN_OR_RETURN(const std::string user, BecomeUser(absl::GetFlag(FLAGS_user)));
-  absl::StatusOr<BallastdFlags> flags = TakeFlags();
-  absl::Status status = flags.status();
+// The same as the user that the service runs as.
+absl::Status CheckAsUser(BallastdFlags& flags, const Texts& texts) {
+  BALLAST_ASSIGN_OR_RETURN(flags.checked_as, BecomeUser(texts.user));
+  absl::Status status = Check(flags, texts);
   // Until now another user has read it.
-  if (const std::string config = absl::GetFlag(FLAGS_config); !user.empty() && !config.empty()) {
-    status.Update(ReadCredentialFile(config, Others::kMayRead).status());
+  if (!flags.checked_as.empty() && !texts.config.empty()) {
+    status.Update(ReadCredentialFile(texts.config, Others::kMayRead).status());
   }
-  if (status.ok()) status.Update(CheckPlaces(*flags));
-  if (!status.ok()) return user.empty() ? status : Annotate(status, "as the user " + user);
-  flags->checked_as = user;
-  return flags;
+  if (status.ok()) status.Update(CheckPlaces(flags));
+  return flags.checked_as.empty() ? status : Annotate(status, "as the user " + flags.checked_as);
 }
 
 }  // namespace
 
 absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
-  BALLAST_RETURN_IF_ERROR(SetFlags({argv, argv + argc}));
-  if (absl::GetFlag(FLAGS_check_config)) return CheckFlags();
-  if (!absl::GetFlag(FLAGS_user).empty()) {
-    return absl::InvalidArgumentError(
-        "flag --user: only with --check-config; start the service as that user");
+  BallastdFlags flags;
+  Texts texts;
+  CommandLine line("ballastd", kAbout, VersionAndBuild());
+  AddFlags(flags, texts, line);
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  // For the file's name, which the environment may say, too.
+  BALLAST_ASSIGN_OR_RETURN(const std::string answer, line.Parse(words));
+  if (!answer.empty()) {
+    std::fputs(answer.c_str(), stdout);
+    std::exit(0);
   }
-  return TakeFlags();
+  const char* const config = std::getenv("BALLASTD_CONFIG");
+  if (!line.Has("config") && config != nullptr) texts.config = config;
+  // The last one that sets a flag counts. A bad value is found wherever it stands.
+  if (!texts.config.empty()) BALLAST_RETURN_IF_ERROR(line.ReadFile(texts.config));
+  BALLAST_RETURN_IF_ERROR(line.ReadEnvironment("BALLASTD_"));
+  BALLAST_RETURN_IF_ERROR(line.Parse(words).status());
+  flags.settings = line.values();
+  if (!flags.check_config && !texts.user.empty()) {
+    return absl::InvalidArgumentError(
+        "flag --user is only for --check-config; start the service as that user");
+  }
+  BALLAST_RETURN_IF_ERROR(flags.check_config ? CheckAsUser(flags, texts) : Check(flags, texts));
+  return flags;
 }
 
 }  // namespace ballast::server

@@ -28,7 +28,6 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/periodic_thread.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/common/system/version.h"
@@ -36,7 +35,7 @@
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
-#include "cpu_optimizer_service/job/kept_job.h"
+#include "cpu_optimizer_service/job/kept/kept_job.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
@@ -82,23 +81,25 @@ const std::terminate_handler usual_end = std::get_terminate();
 std::atomic<bool> serves = false;
 
 // Where the system has no memory or thread for this process, the usual words do not say what to do.
+[[noreturn]] void EndWithout(const char* what) {
+  std::set_new_handler(nullptr);  // What the line needs must not lead here again.
+  ballast::server::LogLine(
+      ballast::server::kErrorPriority,
+      "the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, TasksMax, the "
+      "control group)",
+      what);
+  // To start again would need as much.
+  if (!serves) _exit(1);
+  std::abort();
+}
+
 [[noreturn]] void EndWithoutResources() {
-  const auto say = [](const char* why) {
-    ballast::server::LogLine(
-        ballast::server::kErrorPriority,
-        "the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, TasksMax, the "
-        "control group)",
-        why);
-    // To start again would need as much.
-    if (!serves) _exit(1);
-    std::abort();
-  };
   try {
     if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
   } catch (const std::bad_alloc& error) {
-    say(error.what());
+    EndWithout(error.what());
   } catch (const std::system_error& error) {
-    say(error.what());
+    EndWithout(error.what());
   } catch (...) {
   }
   // Any other exception is a bug, and ends the process in the usual way.
@@ -172,7 +173,7 @@ int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
     siginfo_t info = {};
     const int signal = sigtimedwait(&signals, &info, &interval);
     if (signal > 0 && IsForThisProcess(info, held)) return signal;
-    // EAGAIN: the interval is over. EINTR comes from a handler, such as that of thread_facts.cc.
+    // EAGAIN: the interval is over.
     if (signal > 0 || errno != EAGAIN) continue;
     engine.ListJobs();  // Takes the lock that everything else takes.
     manager.KeepAlive();
@@ -408,6 +409,8 @@ void LogDrain(int signal, const ballast::Engine& engine, const BallastdFlags& fl
 
 int main(int argc, char** argv) {
   std::set_terminate(EndWithoutResources);
+  // Here, and not by an exception, which gRPC's callbacks would keep from ending the process.
+  std::set_new_handler([] { EndWithout("memory"); });
   ballast::KeepHeapInOneArena();
   absl::StatusOr<BallastdFlags> flags = ballast::server::ParseBallastdFlags(argc, argv);
   if (!flags.ok()) return Fail(flags.status(), 2);
@@ -465,22 +468,15 @@ int main(int argc, char** argv) {
     flags->threads = usable.count;
     threads_bound = std::move(usable.bound);
   }
-  (void)ballast::OutOfMemoryError();  // Made while there is memory for that.
   // It outlives the engine.
   ballast::server::LifeLog life([](const std::string& line) { spdlog::info("{}", line); });
-  std::optional<ballast::Engine> made;
-  const bool is_made = ballast::RunsInMemory([&] {
-    made.emplace(
-        ballast::EngineOptions{.memory_limit_bytes = flags->memory_limit_bytes,
-                               .threads = flags->threads,
-                               .warn = [](const std::string& line) { spdlog::warn("{}", line); },
-                               .tell = [&life](const auto& event) { life.Tell(event); },
-                               .named_memory = memory.has_value() ? &*memory : nullptr,
-                               .checkpoints = checkpoints->get(),
-                               .goes_on = goes_on});
-  });
-  if (!is_made) FailWithJobs(ballast::OutOfMemoryError(), 1);
-  ballast::Engine& engine = *made;
+  ballast::Engine engine({.memory_limit_bytes = flags->memory_limit_bytes,
+                          .threads = flags->threads,
+                          .warn = [](const std::string& line) { spdlog::warn("{}", line); },
+                          .tell = [&life](const auto& event) { life.Tell(event); },
+                          .named_memory = memory.has_value() ? &*memory : nullptr,
+                          .checkpoints = checkpoints->get(),
+                          .goes_on = goes_on});
   const ballast::PeriodicThread look_at_work("log-of-work", std::chrono::seconds(1),
                                              [&] { life.Look(engine.ListActivities()); });
   // A probe that asks whether it lives need not wait for what it has to take over.

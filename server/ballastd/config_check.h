@@ -1,5 +1,5 @@
-// --check-config: whether the service would start with the flags and the files that they name. As
-// root it looks as the user that the service runs as, because root may read and write everything.
+// --check-config: whether the service would start with these flags and files. As root it checks as
+// the service's user, because root can read and write everything.
 #ifndef BALLAST_SERVER_BALLASTD_CONFIG_CHECK_H_
 #define BALLAST_SERVER_BALLASTD_CONFIG_CHECK_H_
 
@@ -11,16 +11,16 @@
 
 namespace ballast::server {
 
-// The user of the package's unit.
+// The user in the package's unit.
 inline constexpr char kServiceUser[] = "ballast";
 
-// From now on, and for good, this process is of that user, by name or number, and of its groups.
-// Empty: of kServiceUser, if this is root and there is such a user. Returns the user's name; empty:
-// it stays as it is. INVALID_ARGUMENT: there is no such user. PERMISSION_DENIED: only root becomes
-// another.
+// Makes this process permanently the user's, by name or number, with the user's groups. Empty:
+// kServiceUser's, if this is root and the user exists. Returns the user's name; empty: no change.
+// INVALID_ARGUMENT: the user does not exist. PERMISSION_DENIED: only root can change the user.
 absl::StatusOr<std::string> BecomeUser(const std::string& user);
 
-// Whether the service could write where the flags say. Makes no directory. Errors are one line.
+// Whether the service could write to the directories of the flags. Creates no directory. Errors are
+// one line.
 absl::Status CheckPlaces(const BallastdFlags& flags);
 
 }  // namespace ballast::server

@@ -1,4 +1,4 @@
-// What the log has of the life of jobs: a line for each event, and how far long work is.
+// Log lines of jobs' lives: a line for each event, and the progress of long work.
 #ifndef BALLAST_SERVER_BALLASTD_LIFE_LOG_H_
 #define BALLAST_SERVER_BALLASTD_LIFE_LOG_H_
 
@@ -15,7 +15,7 @@
 
 namespace ballast::server {
 
-// "job gpt2: TEXT", or the text alone where no job is meant.
+// "job gpt2: TEXT"; without a job only the text.
 std::string LineOf(const std::string& job, const std::string& text);
 
 // Thread-safe.
@@ -26,15 +26,15 @@ class LifeLog {
   // `log` gets "job NAME: ..."; any thread.
   explicit LifeLog(std::function<void(const std::string& line)> log) : log_(std::move(log)) {}
 
-  // At once. A rank that comes and goes again and again has kMostLines in a minute, and so have a
-  // job's events that are of no rank. Of what is left out the last one follows at the minute's end,
-  // with the number of the others.
+  // Logs at once. A rank that comes and goes repeatedly has at most kMostLines in a minute, and so
+  // have a job's events without a rank. At the minute's end the last left-out one follows, with the
+  // number of the others.
   static constexpr int kMostLines = 8;
   static constexpr std::chrono::minutes kWindow{1};
   void Tell(const JobEvent& event, Clock::time_point now = Clock::now());
 
-  // To be called about every second. Work has its first line after kFirst, and then one whenever it
-  // has taken a tenth more, at least kFirst: what takes hours does not fill the log.
+  // Call it about every second. Work has its first line after kFirst. Then it has one whenever it
+  // has taken a tenth more, at least kFirst: hours of work do not fill the log.
   static constexpr double kFirst = 5;  // Seconds.
   void Look(const std::vector<Activity>& activities, Clock::time_point now = Clock::now());
 
@@ -43,16 +43,17 @@ class LifeLog {
     Clock::time_point since;
     int lines = 0;
     int left_out = 0;
-    std::string last;  // Of those that are left out.
+    std::string last;  // The last one left out.
   };
   using Windows = std::map<std::pair<std::string, int>, Window>;
-  // The line of a window that has ended; empty: nothing was left out.
+  // The line of a window that has ended; empty if no line was left out.
   static std::string Rest(const Windows::value_type& window);
 
   const std::function<void(const std::string&)> log_;
   Mutex mutex_;
   Windows windows_ ABSL_GUARDED_BY(mutex_);                  // By job and rank.
-  std::map<uint64_t, double> told_ ABSL_GUARDED_BY(mutex_);  // By activity: at its seconds.
+  std::map<uint64_t, double> told_ ABSL_GUARDED_BY(mutex_);  // By activity: its seconds at its last
+                                                             // line.
 };
 
 }  // namespace ballast::server

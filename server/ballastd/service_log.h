@@ -10,11 +10,11 @@
 
 namespace ballast::server {
 
-// Makes spdlog's default logger one that writes to standard error from `level` on ("info"), in the
-// process's format (SetLogFormat), and keeps the last lines as text. In JSON a line is an object:
-// time (UTC), level, message, and job, where the line begins with "job NAME: ". Each of its entries
-// is one printable line of a bounded size, whatever names of clients it quotes. Returns what gives
-// the last lines for a bug report, oldest first; thread-safe.
+// Makes spdlog's default logger write to standard error from `level` on ("info"), in the process's
+// format (SetLogFormat), and keep the last lines as text. In JSON a line is an object: time (UTC),
+// level, message, and job, if the line begins with "job NAME: ". Each entry is one printable line
+// of bounded size, whatever names of clients it quotes. Returns a function that gives the last
+// lines for a bug report, oldest first; thread-safe.
 std::function<std::vector<std::string>()> StartLog(const std::string& level);
 
 }  // namespace ballast::server

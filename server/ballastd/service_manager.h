@@ -1,11 +1,11 @@
-// Reports how the service is to systemd, or to another manager that started this process with
-// NOTIFY_SOCKET in its environment, as sd_notify(3) does. Without NOTIFY_SOCKET every call does
-// nothing.
+// Reports the service's state to systemd, or to another manager that started this process with
+// NOTIFY_SOCKET in its environment, as sd_notify(3) does. Without NOTIFY_SOCKET every call has no
+// effect.
 //
-// Where the manager has a watchdog (WATCHDOG_USEC), a thread reports that the process lives, from
-// the beginning on, so that a recovery may take long. Once the service is ready, the thread ends
-// the process when KeepAlive is no longer called: the parent, which holds the service's memory,
-// then starts it again over that, before the manager ends both.
+// If the manager has a watchdog (WATCHDOG_USEC), a thread reports from the beginning that the
+// process lives, so that a recovery may take long. Once the service is ready, KeepAlive has to be
+// called. If it is not, the thread ends the process. Then the parent, which holds the service's
+// memory, restarts it, before the manager ends both.
 //
 // Threads: one call at a time.
 #ifndef BALLAST_SERVER_BALLASTD_SERVICE_MANAGER_H_
@@ -27,45 +27,45 @@ namespace ballast::server {
 
 class ServiceManager {
  public:
-  // As NOTIFY_SOCKET and WATCHDOG_USEC say. INVALID_ARGUMENT, naming the variable, if one has no
-  // usable value; UNAVAILABLE if no process listens there.
+  // From NOTIFY_SOCKET and WATCHDOG_USEC. INVALID_ARGUMENT, with the variable's name, if a value is
+  // unusable; UNAVAILABLE if no process listens there.
   static absl::StatusOr<std::unique_ptr<ServiceManager>> FromEnvironment();
 
-  // Each `status` is a line for people, in `systemctl status`.
-  // The service answers.
+  // Each `status` is a line for people, in `systemctl status`. The service answers.
   void Ready(absl::string_view status);
-  // It was asked to stop, and saves what it has; again when that is further. From now on KeepAlive
-  // also asks for more time: a manager that stops a service ends it by force when its time is over,
-  // and does not take the stop back where the service refuses it.
+  // The service has to stop, and saves its jobs; call it again at progress. From now on KeepAlive
+  // also asks for more time: a manager kills a service after its stop timeout, and cannot take a
+  // stop back if the service refuses it.
   void Saving(absl::string_view status);
-  // A job could not be saved, so it does not stop.
+  // A job could not be saved, so the service does not stop.
   void StopRefused(absl::string_view status);
-  // It ends now. Not before that is certain: a manager does not take it back.
+  // The service ends now. Call it only when that is certain: a manager does not take it back.
   void Stopping(absl::string_view status);
 
-  // Between Saving and what comes after it.
+  // Between Saving and the next report.
   bool is_saving() const { return is_saving_; }
 
-  // Call KeepAlive at least as often, from Ready to the end: the service is not stuck, and, after
-  // Saving, it needs more time.
+  // Call KeepAlive at least this often, from Ready to the end. It says that the service is not
+  // stuck and, after Saving, that it needs more time.
   absl::Duration keep_alive_interval() const { return keep_alive_interval_; }
   void KeepAlive();
 
  private:
   explicit ServiceManager(FileDescriptor socket) : socket_(std::move(socket)) {}
-  // The thread's work, eight times in the time for which the manager waits.
+  // The thread's work, eight times in the manager's timeout.
   void Watch();
   void Send(const std::string& message);
 
-  const FileDescriptor socket_;  // Connected; none without a manager.
+  const FileDescriptor socket_;  // Connected; empty without a manager.
   bool needs_time_ = false;      // Since Saving.
   bool is_saving_ = false;
   absl::Duration keep_alive_interval_ = absl::Seconds(10);
 
   Mutex mutex_;
-  // Since KeepAlive; none before Ready. Time in which the whole process was stopped does not count.
+  // Ticks since KeepAlive; empty before Ready. Time in which the whole process was stopped does not
+  // count.
   std::optional<int> silent_ticks_ ABSL_GUARDED_BY(mutex_);
-  std::optional<PeriodicThread> watch_;  // None without a watchdog.
+  std::optional<PeriodicThread> watch_;  // Empty without a watchdog.
 };
 
 }  // namespace ballast::server

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <latch>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -37,7 +36,6 @@ size_t TryThreads(size_t count) {
     threads.reserve(count);
     while (threads.size() < count) threads.emplace_back([&over] { over.wait(); });
   } catch (const std::system_error&) {
-  } catch (const std::bad_alloc&) {
   }
   over.count_down();
   for (std::thread& thread : threads) thread.join();

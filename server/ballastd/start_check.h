@@ -1,4 +1,4 @@
-// Whether the system gives this process what gRPC takes as it starts.
+// Whether the system gives this process what gRPC needs at its start.
 #ifndef BALLAST_SERVER_BALLASTD_START_CHECK_H_
 #define BALLAST_SERVER_BALLASTD_START_CHECK_H_
 
@@ -6,9 +6,9 @@
 
 namespace ballast::server {
 
-// Takes as many threads and as much memory for a moment as the server takes when it starts.
-// RESOURCE_EXHAUSTED: there is less; the message names the limits. gRPC itself would say nothing:
-// where it gets no thread, its start waits for that thread without an end.
+// For a moment takes as many threads and as much memory as the server takes at its start.
+// RESOURCE_EXHAUSTED: the system has less; the message names the limits. gRPC itself would report
+// nothing: without a thread its start waits forever.
 absl::Status CheckThatServerCanStart();
 
 }  // namespace ballast::server

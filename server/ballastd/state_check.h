@@ -1,5 +1,5 @@
-// What ballastd does beside serving, for --upgrade and --check-state: in place of a service that
-// runs, could this program serve? Each prints a line and returns the exit code.
+// --upgrade and --check-state: whether this program could serve in place of a running service. Each
+// function prints a line and returns the exit code.
 #ifndef BALLAST_SERVER_BALLASTD_STATE_CHECK_H_
 #define BALLAST_SERVER_BALLASTD_STATE_CHECK_H_
 
@@ -7,14 +7,14 @@
 
 namespace ballast::server {
 
-// --upgrade=PID: has that service go on with the program on disk. 0 or 1.
+// --upgrade=PID: upgrades that service to the program on disk. 0 or 1.
 int UpgradeService(const BallastdFlags& flags);
 
-// --check-state=PID: whether this program reads what that service keeps. 0 or 2.
+// --check-state=PID: whether this program can read that service's state. 0 or 2.
 int CheckState(const BallastdFlags& flags);
 
-// As a program that the holder tries: whether what is held can be taken over with these flags. The
-// holder hears of it. 0, 1 or 2.
+// For a program that the holder tries: whether it can take over the held state with these flags. It
+// reports to the holder. 0, 1 or 2.
 int CheckHeldState(const BallastdFlags& flags);
 
 }  // namespace ballast::server

@@ -1,4 +1,4 @@
-// What --metrics-listen asks for, of a process that also starts where its address is taken for now.
+// --metrics-listen, also for a process that starts while its address is taken.
 #ifndef BALLAST_SERVER_BALLASTD_STATUS_PAGE_H_
 #define BALLAST_SERVER_BALLASTD_STATUS_PAGE_H_
 
@@ -24,21 +24,21 @@ class StatusPage {
   StatusPage(HttpOptions options, NamedMemory* memory)
       : options_(std::move(options)), memory_(memory) {}
 
-  // OK also without --metrics-listen. Errors, in one line, are those of HttpServer::Start.
+  // OK also without --metrics-listen. Errors, in one line, as in HttpServer::Start.
   absl::Status Start();
-  // It goes on without, because jobs are worth more: KeepTrying tries it again.
+  // Continues without the page, because jobs are more important: KeepTrying retries.
   void StartLater(const absl::Status& why);
 
   // What it shows from now on. Both outlive it.
   void Show(Engine& engine, const Server& server, const ServiceHistory& history);
 
-  // Where it could not start, tries it again, now and then. Cheap; to be called every few seconds.
+  // If it could not start, retries now and then. Cheap; call it every few seconds.
   void KeepTrying(absl::Time now);
 
  private:
   const HttpOptions options_;
   NamedMemory* const memory_;
-  std::unique_ptr<StatusServer> server_;  // Null: there is none.
+  std::unique_ptr<StatusServer> server_;  // May be null.
   std::function<void()> show_;
   absl::Time next_try_ = absl::InfiniteFuture();
   absl::Duration pause_;

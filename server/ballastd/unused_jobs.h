@@ -1,4 +1,4 @@
-// Saves and closes jobs that nobody uses (--forget-after), so that they free their memory.
+// Saves and closes unused jobs (--forget-after) to free their memory.
 #ifndef BALLAST_SERVER_BALLASTD_UNUSED_JOBS_H_
 #define BALLAST_SERVER_BALLASTD_UNUSED_JOBS_H_
 
@@ -17,18 +17,18 @@ class UnusedJobs {
   // The engine has a directory of checkpoints, and outlives this.
   UnusedJobs(Engine& engine, absl::Duration after) : engine_(engine), after_(after) {}
 
-  // Call it about every second. `now`: of a clock that never goes back. A job that has had no rank
-  // and no change since a call at least `after` before this one is saved and closed; a step that
-  // its ranks left undecided is given up, as it is when a rank attaches again. One without weights
-  // has nothing to save. One that cannot be saved stays, is logged with the reason, and is tried
-  // again later. Blocks while it saves. A rank that comes meanwhile keeps the job.
+  // Call it about every second. `now` comes from a clock that never goes back. A job without a rank
+  // and without a change for `after` is saved and closed. If its ranks left a step undecided, the
+  // step is given up, as when a rank attaches again. A job without weights needs no save. If a save
+  // fails, the job stays; the reason is logged, and the save is retried later. Blocks during a
+  // save. A rank that comes meanwhile keeps the job.
   void Look(absl::Time now);
 
  private:
   struct Seen {
     Job::Use use;
-    absl::Time since;  // It has been like that.
-    absl::Time next;   // Not before.
+    absl::Time since;  // Unused since.
+    absl::Time next;   // The next attempt's earliest time.
   };
   void Forget(const std::shared_ptr<Job>& job, Seen& seen, absl::Time now);
 

@@ -1,4 +1,4 @@
-// What a process is started with that the holder starts: the service, or a program that is tried.
+// How the holder starts a process: the service, or a program on trial.
 #ifndef BALLAST_SERVER_HOLDER_CHILD_START_H_
 #define BALLAST_SERVER_HOLDER_CHILD_START_H_
 
@@ -9,15 +9,15 @@
 namespace ballast::server {
 
 struct ChildStart {
-  int program = -1;  // Opened; what its file is by now does not matter.
+  int program = -1;  // An open descriptor; its file may change afterwards.
   char** argv = nullptr;
   const HolderTable* table = nullptr;
   int table_file = -1;
-  int socket = -1;  // Its end.
-  int output = -1;  // For what it prints; -1: where the holder prints.
+  int socket = -1;  // The child's end.
+  int output = -1;  // For the child's output; -1: the holder's own.
 };
 
-// Starts it with all descriptors that are held; it dies with the holder. Returns its number, or -1
+// Starts it with all held descriptors; it ends with the holder. Returns its process number, or -1
 // with errno.
 pid_t StartHeldChild(const ChildStart& start);
 

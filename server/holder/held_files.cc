@@ -67,9 +67,9 @@ absl::StatusOr<std::unique_ptr<HeldFiles>> HeldFiles::OfHolder() {
   uint32_t protocol = 0;
   if (are_numbers && pread(table_file, &protocol, sizeof(protocol), 0) == sizeof(protocol) &&
       protocol != kHolderProtocol) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "the process that holds the service's memory is of another version (it speaks ", protocol,
-        ", here ", kHolderProtocol, "); ", kStopAndStart));
+    return absl::FailedPreconditionError(
+        absl::StrCat("the process that holds the service's memory speaks protocol version ",
+                     protocol, ", this program ", kHolderProtocol, "; ", kStopAndStart));
   }
   void* const mapped =
       are_numbers ? mmap(nullptr, sizeof(HolderTable), PROT_READ, MAP_SHARED, table_file, 0)
@@ -121,7 +121,7 @@ absl::Status HeldFiles::Keep(const std::string& name, int descriptor) {
   // The holder answers nothing. So it is counted here, and the holder always has a place.
   if (held_.size() >= kMostHeld) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("the holder has ", held_.size(), " descriptors, as many as it takes"));
+        absl::StrCat("the holder already has ", held_.size(), " descriptors, its maximum"));
   }
   held_.insert(name);
   // Once sent it is safe, without an answer: if this process dies, the message stays in the socket

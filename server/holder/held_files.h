@@ -19,31 +19,31 @@ struct HolderTable;
 
 class HeldFiles final : public FileKeeper {
  public:
-  // Of the holder whose child this process is; null: of none. Once, before there are other threads:
-  // what the holder has left in the environment goes. INTERNAL: that is not a holder's.
-  // FAILED_PRECONDITION: of one that speaks otherwise.
+  // The holder of this child process; null: no holder. Call it once, before the process has other
+  // threads: it removes the holder's variable from the environment. INTERNAL: the variable is not a
+  // holder's. FAILED_PRECONDITION: the holder's protocol differs.
   static absl::StatusOr<std::unique_ptr<HeldFiles>> OfHolder();
 
   absl::Status Keep(const std::string& name, int descriptor) override;
   void Drop(const std::string& name) override;
   std::map<std::string, FileDescriptor> TakeKept() override;
-  // What jobs are kept in, as the process said that served last; 0: there was none.
+  // The format of the kept jobs, from the last process that served; 0: there was none.
   uint32_t state_format() const { return state_format_; }
-  // This process takes the place of one that had not died.
+  // This process replaces one that had not crashed.
   bool is_upgrade() const { return is_upgrade_; }
-  // Of this process's predecessors, since the holder started.
+  // Crashed processes before this one, since the holder started.
   uint64_t deaths() const { return deaths_; }
-  // The jobs that were left are served again, and kept in `state_format`. An end before that counts
-  // as another one of a row.
+  // The remaining jobs are served again, and kept in `state_format`. An end before that counts as
+  // another crash in a row.
   void Ready(uint32_t state_format);
-  // Whether the holder has passed on signals since the last call, however many. The signal does not
-  // show that: while one of its number is pending, the kernel drops it with its sender.
+  // Whether the holder has passed on signals since the last call. The signal itself does not show
+  // that: while one of its number is pending, the kernel drops further ones with their senders.
   bool TakeStop();
-  // It goes on, although it was asked to stop.
+  // The service continues although it was asked to stop.
   void StopRefused();
   // Its clients know that it is about to be replaced.
   void SaidFarewell();
-  // Of a program that is tried (trial.h).
+  // For a program on trial (trial.h).
   void CanTakeOver();
 
  private:
@@ -58,7 +58,7 @@ class HeldFiles final : public FileKeeper {
   const uint32_t state_format_;
   const bool is_upgrade_;
   const uint64_t deaths_;
-  uint32_t stops_ = 0;  // Of TakeStop's last call.
+  uint32_t stops_ = 0;  // At TakeStop's last call.
   Mutex mutex_;
   std::set<std::string> held_ ABSL_GUARDED_BY(mutex_);  // Names.
   std::map<std::string, FileDescriptor> kept_ ABSL_GUARDED_BY(mutex_);

@@ -1,6 +1,5 @@
-// A program that is tried before it takes the service's place: whether it starts, its flags and the
-// files that they name are good, and it reads what is held. It runs beside the service and changes
-// nothing.
+// Tries a program before it replaces the service: whether it starts, its flags and their files are
+// valid, and it can read the held state. It runs beside the service and changes nothing.
 #ifndef BALLAST_SERVER_HOLDER_TRIAL_H_
 #define BALLAST_SERVER_HOLDER_TRIAL_H_
 
@@ -13,20 +12,20 @@ namespace ballast::server {
 // Allocates nothing.
 class Trial {
  public:
-  // False, and why_not() says why: it cannot even be started. `path`: of the program.
+  // False, with the reason in why_not(): it cannot be started. `path`: of the program.
   bool Start(const char* path, ChildStart start);
   bool running() const { return pid_ > 0; }
-  // Becomes readable with what the program says; -1: not running.
+  // Becomes readable with the program's output; -1: not running.
   int output() const { return output_; }
-  // Until it has had time enough, for poll().
+  // Until its time limit, for poll().
   int milliseconds_left() const;
-  // Reads what it has said; true, once, when it has ended, or had to be ended.
+  // Reads its output; true, once, when it has ended or was killed.
   bool Ended();
-  // Of one that has ended. Null: it can take over.
+  // After its end. Null: it can take over.
   const char* why_not() const { return has_passed_ ? nullptr : said_; }
-  // The program, which is the caller's now.
+  // The program; the caller owns it now.
   int TakeProgram();
-  // Ends it where it runs, and forgets it.
+  // Kills it if it runs, and forgets it.
   void GiveUp();
 
  private:

@@ -10,15 +10,16 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
-#include "cpu_optimizer_service/common/system/visit_names.h"
 #include "server/holder/holder_table.h"
 
 namespace ballast::server {
@@ -39,14 +40,16 @@ absl::StatusOr<std::string> FindTable(pid_t holder) {
   const std::string wanted = absl::StrCat("/memfd:", kHolderFile, " ");
   const std::string folder = absl::StrCat("/proc/", holder, "/fd");
   std::string table;
-  const int error = VisitNames(AT_FDCWD, folder.c_str(), [&](const char* name, int directory) {
-    char target[256] = {};
-    if (readlinkat(directory, name, target, sizeof(target) - 1) < 0) return;
-    if (absl::StartsWith(target, wanted)) table = absl::StrCat(folder, "/", name);
-  });
-  if (error != 0) {
-    return absl::PermissionDeniedError(absl::StrCat(
-        "cannot look at ", process, ": ", std::strerror(error), "; be its user, or root"));
+  std::error_code error;
+  for (std::filesystem::directory_iterator file(folder, error), end; !error && file != end;
+       file.increment(error)) {
+    std::error_code gone;  // Closed meanwhile.
+    const std::string target = std::filesystem::read_symlink(*file, gone).string();
+    if (absl::StartsWith(target, wanted)) table = file->path().string();
+  }
+  if (error) {
+    return absl::PermissionDeniedError(
+        absl::StrCat("cannot look at ", process, ": ", error.message(), "; be its user, or root"));
   }
   if (!table.empty()) return table;
   return absl::FailedPreconditionError(absl::StrCat(

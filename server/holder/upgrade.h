@@ -1,5 +1,6 @@
-// What an operator asks of a service that runs, by the number of its parent, the holder: an upgrade, and
-// whether another program could take over what it holds. Only the service's user, and root, may.
+// An operator's requests to a running service, by the number of its parent, the holder: an upgrade,
+// and whether another program could take over its state. Only the service's user and root may make
+// them.
 #ifndef BALLAST_SERVER_HOLDER_UPGRADE_H_
 #define BALLAST_SERVER_HOLDER_UPGRADE_H_
 
@@ -12,13 +13,14 @@
 
 namespace ballast::server {
 
-// In which format the service keeps its jobs. NOT_FOUND, PERMISSION_DENIED; FAILED_PRECONDITION: the
-// process is no holder, or one of another version; UNAVAILABLE: the service has not served yet. In
-// one line.
+// The format in which the service keeps its jobs. Errors in one line: NOT_FOUND, PERMISSION_DENIED;
+// FAILED_PRECONDITION: the process is not a holder, or one of another version; UNAVAILABLE: the
+// service has not served yet.
 absl::StatusOr<uint32_t> StateFormatOf(pid_t holder);
 
-// Has it upgrade, and waits until the new program serves. A line for people. Besides as above;
-// ABORTED: it goes on as it was, and why; DEADLINE_EXCEEDED: nothing came of it within `seconds`.
+// Upgrades it, and waits until the new program serves. Returns a line for people. Further errors:
+// ABORTED: the old program continues, with the reason; DEADLINE_EXCEEDED: no result within
+// `seconds`.
 absl::StatusOr<std::string> Upgrade(pid_t holder, double seconds);
 
 }  // namespace ballast::server

@@ -3,27 +3,17 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "proto/convert.h"
+
 namespace ballast::server {
 namespace {
 
-v1::HistorySource SourceOf(HistorySource source) {
-  switch (source) {
-    case HistorySource::kService:
-      return v1::FROM_SERVICE;
-    case HistorySource::kGroup:
-      return v1::FROM_GROUP;
-    case HistorySource::kTrainer:
-      return v1::FROM_TRAINER;
-    case HistorySource::kRank:
-      return v1::FROM_RANK;
-  }
-  return v1::HISTORY_SOURCE_UNSPECIFIED;
-}
+static_assert(v1::FROM_RANK == static_cast<int>(HistorySource::kRank) + 1);
 
 v1::HistoryColumn Column(const HistoryView& view, size_t index) {
   v1::HistoryColumn column;
   column.set_name(view.columns[index].name);
-  column.set_source(SourceOf(view.columns[index].source));
+  column.set_source(proto::EnumToProto<v1::HistorySource>(view.columns[index].source));
   for (const HistoryEntry& entry : view.entries) {
     const HistoryCell cell = entry.cell(index);
     column.add_min(cell.min);

@@ -2,7 +2,7 @@
 #ifndef BALLAST_SERVER_JOBS_HISTORY_MESSAGE_H_
 #define BALLAST_SERVER_JOBS_HISTORY_MESSAGE_H_
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/diagnostics.pb.h"
 #include "cpu_optimizer_service/common/history/job_history.h"
 
 namespace ballast::server {

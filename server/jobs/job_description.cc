@@ -8,11 +8,9 @@
 #include <cstdint>
 #include <limits>
 #include <utility>
-#include <vector>
 
-#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -31,7 +29,6 @@ struct DescriptionSize {
   int64_t parameters = 0;
   int64_t partitions = 0;
   int64_t mesh_dims = 0;
-  absl::Status entries;      // INVALID_ARGUMENT: the first entry that says more than it may.
   std::string name;          // The request's own field 1, where that is a string,
   std::string uid;           // its field 4,
   std::string derived_from;  // and its field 10.
@@ -45,91 +42,16 @@ struct DescriptionSize {
   }
 };
 
-// What one entry of a description's lists may say.
-struct EntryKind {
-  absl::string_view what;
-  size_t most_name_bytes;    // In full, as replies have it.
-  std::vector<int> numbers;  // The fields of its lists of numbers: one for each dimension.
-};
-
 constexpr int kCreateJobField = v1::CreateJobRequest::kJobFieldNumber;
 constexpr int kAttachJobField = v1::AttachWorkerRequest::kJobFieldNumber;
 constexpr int kNameField = v1::AttachWorkerRequest::kNameFieldNumber;
 constexpr int kUidField = v1::AttachWorkerRequest::kUidFieldNumber;
 constexpr int kDerivedFromField = v1::AttachWorkerRequest::kDerivedFromFieldNumber;
-// Of a job and of each entry of its lists.
-constexpr int kDescribedNameField = v1::Job::kNameFieldNumber;
-static_assert(kDescribedNameField == v1::ParamGroup::kNameFieldNumber &&
-              kDescribedNameField == v1::Parameter::kNameFieldNumber &&
-              kDescribedNameField == v1::MeshDim::kNameFieldNumber);
-
-const EntryKind& KindOf(int list) {
-  static const std::string job(kMaxJobNameBytes, 'j');
-  static const EntryKind kGroup = {
-      "group", proto::GroupName(job, "").size() + kMaxGroupNameBytes, {}};
-  static const EntryKind kParameter = {
-      "parameter",
-      proto::ParameterName(job, "").size() + kMaxParameterNameBytes,
-      {v1::Parameter::kShapeFieldNumber, v1::Parameter::kPlacementsFieldNumber}};
-  static const EntryKind kMeshDim = {"dimension of the mesh", kMaxGroupNameBytes, {}};
-  if (list == v1::Job::kGroupsFieldNumber) return kGroup;
-  return list == v1::Job::kParametersFieldNumber ? kParameter : kMeshDim;
-}
-
 bool IsBytes(uint32_t tag) {
   return WireFormatLite::GetTagWireType(tag) == WireFormatLite::WIRETYPE_LENGTH_DELIMITED;
 }
 
-absl::Status NameTooLong(absl::string_view whose, int64_t bytes, size_t most) {
-  return absl::InvalidArgumentError(absl::StrCat("the name of ", whose, " has ", bytes,
-                                                 " bytes, of ", most,
-                                                 " at most; give it a shorter one"));
-}
-
-// Reads a length, and skips as many bytes.
-bool SkipBytes(CodedInputStream& in, int& length) {
-  return in.ReadVarintSizeAsInt(&length) && in.Skip(length);
-}
-
-// Entry number `index` of its list.
-bool MeasureEntry(CodedInputStream& in, const EntryKind& kind, int64_t index,
-                  DescriptionSize& size) {
-  // The longest varint (Protobuf's encoding): a packed list has at least a tenth as many numbers as
-  // it has bytes.
-  constexpr int64_t kMostNumberBytes = 10;
-  int length = 0;
-  if (!in.ReadVarintSizeAsInt(&length)) return false;
-  const CodedInputStream::Limit outer = in.PushLimit(length);
-  int64_t least_numbers = 0;  // That the lists can have, all together.
-  while (const uint32_t tag = in.ReadTag()) {
-    const int field = WireFormatLite::GetTagFieldNumber(tag);
-    const bool is_number = absl::c_linear_search(kind.numbers, field);
-    if (!IsBytes(tag)) {
-      least_numbers += is_number ? 1 : 0;
-      if (!WireFormatLite::SkipField(&in, tag)) return false;
-      continue;
-    }
-    int bytes = 0;
-    if (!SkipBytes(in, bytes)) return false;
-    if (is_number) least_numbers += bytes / kMostNumberBytes;
-    if (field == kDescribedNameField && static_cast<size_t>(bytes) > kind.most_name_bytes) {
-      size.entries.Update(
-          NameTooLong(absl::StrCat(kind.what, " ", index), bytes, kind.most_name_bytes));
-    }
-  }
-  if (least_numbers > static_cast<int64_t>(kind.numbers.size() * kMaxDimensions)) {
-    size.entries.Update(absl::InvalidArgumentError(
-        absl::StrCat(kind.what, " ", index, " has more than ", kMaxDimensions,
-                     " dimensions or placements; give it fewer")));
-  }
-  // The loop also ends at a tag of 0, which no message has.
-  if (!in.ConsumedEntireMessage()) return false;
-  in.PopLimit(outer);
-  return true;
-}
-
 bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
-  static const size_t kMostNameBytes = proto::JobName(std::string(kMaxJobNameBytes, 'j')).size();
   uint32_t bytes = 0;
   if (!in.ReadVarint32(&bytes)) return false;
   // Lengths are signed 32-bit numbers to Protobuf.
@@ -139,24 +61,11 @@ bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
   size.bytes += bytes;
   const CodedInputStream::Limit outer = in.PushLimit(static_cast<int>(bytes));
   while (const uint32_t tag = in.ReadTag()) {
-    const int field = WireFormatLite::GetTagFieldNumber(tag);
-    if (IsBytes(tag) && field == kDescribedNameField) {
-      int length = 0;
-      if (!SkipBytes(in, length)) return false;
-      if (static_cast<size_t>(length) > kMostNameBytes) {
-        size.entries.Update(NameTooLong("the job", length, kMostNameBytes));
-      }
-      continue;
-    }
-    int64_t* const count = size.CountOf(field);
+    int64_t* const count = size.CountOf(WireFormatLite::GetTagFieldNumber(tag));
     if (count != nullptr) ++*count;
-    // A partition is a few numbers, in which there is nothing to measure.
-    if (count != nullptr && IsBytes(tag) && field != v1::Job::kPartitionsFieldNumber) {
-      if (!MeasureEntry(in, KindOf(field), *count - 1, size)) return false;
-    } else if (!WireFormatLite::SkipField(&in, tag)) {
-      return false;
-    }
+    if (!WireFormatLite::SkipField(&in, tag)) return false;
   }
+  // The loop also ends at a tag of 0, which no message has.
   if (!in.ConsumedEntireMessage()) return false;
   in.PopLimit(outer);
   return true;
@@ -201,8 +110,8 @@ int64_t FieldsOf(const grpc::ByteBuffer& bytes, const google::protobuf::Descript
 
 absl::Status NotA(absl::string_view message) {
   return WithReason(
-      absl::InvalidArgumentError(absl::StrCat("the request is not a ballast.v1.", message,
-                                              "; send one as in ballast.proto")),
+      absl::InvalidArgumentError(
+          absl::StrCat("the request is not a ballast.v1.", message, "; send one as in jobs.proto")),
       reason::kMalformedMessage);
 }
 
@@ -210,19 +119,18 @@ absl::Status NotA(absl::string_view message) {
 absl::Status CheckRest(const grpc::ByteBuffer& request, const DescriptionSize& size) {
   const int64_t bytes = static_cast<int64_t>(request.Length()) - size.bytes;
   if (bytes <= static_cast<int64_t>(proto::kMaxRequestBytes)) return absl::OkStatus();
-  return WithReason(
-      absl::InvalidArgumentError(absl::StrCat(
-          "the request is too large: it has ", bytes, " bytes without its description, of ",
-          proto::kMaxRequestBytes, " at most; send one as in ballast.proto")),
-      reason::kMalformedMessage);
+  return WithReason(absl::InvalidArgumentError(absl::StrCat(
+                        "the request has ", bytes, " bytes without its description, more than ",
+                        proto::kMaxRequestBytes, "; send one as in jobs.proto")),
+                    reason::kMalformedMessage);
 }
 
 // Several of each parameter, group and range that a job may have.
 constexpr int64_t kMostFields = int64_t{1} << 22;
 
 absl::Status TooMany(absl::string_view what, int64_t count, int64_t most) {
-  return absl::InvalidArgumentError(absl::StrCat("the description has ", count, " ", what, ", of ",
-                                                 most, " at most; make several jobs"));
+  return absl::InvalidArgumentError(absl::StrCat("the description has ", count, " ", what,
+                                                 ", more than ", most, "; make several jobs"));
 }
 
 // As message, as JobSpec and in the job's tables; generous.
@@ -282,11 +190,9 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
   if (size.groups > kMaxGroups) return TooMany("groups", size.groups, kMaxGroups);
   if (size.partitions > kMaxChunks) return TooMany("partitions", size.partitions, kMaxChunks);
   if (size.mesh_dims > static_cast<int64_t>(kMaxDimensions)) {
-    return absl::InvalidArgumentError(absl::StrCat("the mesh has ", size.mesh_dims,
-                                                   " dimensions, of ", kMaxDimensions,
-                                                   " at most; make it of fewer"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the mesh has ", size.mesh_dims, " dimensions, more than ", kMaxDimensions, "; use fewer"));
   }
-  BALLAST_RETURN_IF_ERROR(size.entries);
   // This reads all bytes once more, so it comes after what is cheaper to refuse.
   const int64_t fields = FieldsOf(create_request, *v1::CreateJobRequest::descriptor(), kMostFields);
   if (fields > kMostFields) return TooMany("fields", fields, kMostFields);
@@ -307,15 +213,14 @@ absl::StatusOr<JobToAttach> FindJobToAttach(const grpc::ByteBuffer& attach_reque
 absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_request) {
   DescriptionSize size;
   if (!Measure(attach_request, kAttachJobField, size)) return NotA("AttachWorkerRequest");
-  BALLAST_RETURN_IF_ERROR(size.entries);
   // Bounds for the parser alone. Whether it is the job's description is said by Job::Attach, which
   // names the first difference.
   const auto check = [&](absl::string_view what, int64_t there, int64_t here) {
     if (there <= here) return absl::OkStatus();
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat(
-            "a worker describes job ", job.spec().name, " otherwise: the number of ", what, " is ",
-            here, " here and ", there,
+            "a worker describes job ", job.spec().name, " differently: the number of ", what,
+            " is ", here, " here and ", there,
             " there (here: the service's job); close the job or train with the same description")),
         reason::kOtherDescription);
   };

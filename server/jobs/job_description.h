@@ -1,5 +1,5 @@
-// Descriptions of jobs that have not been parsed yet. Parsed, one takes many times its bytes, two
-// of which are enough for a parameter; so its size is known first.
+// Unparsed descriptions of jobs. A parsed description takes many times its bytes: two bytes are
+// enough for a parameter. So its size is computed first.
 #ifndef BALLAST_SERVER_JOBS_JOB_DESCRIPTION_H_
 #define BALLAST_SERVER_JOBS_JOB_DESCRIPTION_H_
 
@@ -13,18 +13,17 @@
 
 namespace ballast::server {
 
-// Descriptions of which parsing takes no more than this are parsed without asking.
+// Descriptions that take no more than this when parsed are parsed without a reservation.
 inline constexpr int64_t kSmallDescriptionBytes = int64_t{4} << 20;
 
-// Room in the memory limit to parse a serialized CreateJobRequest; none for a small one.
-// INVALID_ARGUMENT: more parameters, groups, ranges or dimensions than a job may have, a longer
-// name, more than kMaxRequestBytes without the description, or no such message.
-// RESOURCE_EXHAUSTED.
+// Room in the memory limit to parse a serialized CreateJobRequest; empty for a small one.
+// INVALID_ARGUMENT: more parameters, groups, ranges or dimensions than a job may have, more than
+// kMaxRequestBytes without the description, or not such a message. RESOURCE_EXHAUSTED: no room.
 absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                      const grpc::ByteBuffer& create_request);
 
-// The `name` and the `uid` of a serialized AttachWorkerRequest. INVALID_ARGUMENT: no such message,
-// or more than kMaxRequestBytes without the description.
+// `name` and `uid` of a serialized AttachWorkerRequest. INVALID_ARGUMENT: not such a message, or
+// more than kMaxRequestBytes without the description.
 struct JobToAttach {
   std::string name;
   std::string uid;
@@ -32,8 +31,8 @@ struct JobToAttach {
 };
 absl::StatusOr<JobToAttach> FindJobToAttach(const grpc::ByteBuffer& attach_request);
 
-// FAILED_PRECONDITION if its description is larger than one of this job can be, which has its room
-// already. INVALID_ARGUMENT: it has a longer name than a job may have.
+// FAILED_PRECONDITION if its description is larger than one of this job can be. Such a description
+// has its room already.
 absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_request);
 
 }  // namespace ballast::server

@@ -9,28 +9,6 @@
 namespace ballast::server {
 namespace {
 
-v1::JobPhase PhaseMessage(JobPhase phase) {
-  switch (phase) {
-    case JobPhase::kAwaitingWeights:
-      return v1::AWAITING_WEIGHTS;
-    case JobPhase::kReady:
-      return v1::READY;
-    case JobPhase::kOpen:
-      return v1::OPEN;
-    case JobPhase::kSealed:
-      return v1::SEALED;
-    case JobPhase::kVoting:
-      return v1::VOTING;
-    case JobPhase::kUpdating:
-      return v1::UPDATING;
-    case JobPhase::kBroken:
-      return v1::BROKEN;
-    case JobPhase::kClosed:
-      return v1::CLOSED;
-  }
-  return v1::JOB_PHASE_UNSPECIFIED;
-}
-
 v1::StepRecord StepMessage(const StepRecord& record) {
   v1::StepRecord message;
   message.set_step(record.outcome.step);
@@ -127,24 +105,6 @@ void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
   }
 }
 
-// The description as created. Parameters and partitions may be many, and are left out unless they
-// are requested.
-v1::Job Description(const JobSpec& spec, bool with_parameters) {
-  if (with_parameters) return proto::ToProto(spec);
-  JobSpec brief;
-  brief.name = spec.name;
-  brief.groups = spec.groups;
-  brief.layout.world_size = spec.layout.world_size;
-  brief.layout.group_count = spec.layout.group_count;
-  brief.layout.chunk_elements = spec.layout.chunk_elements;
-  brief.unused_policy = spec.unused_policy;
-  brief.max_micro_steps = spec.max_micro_steps;
-  brief.update_mode = spec.update_mode;
-  brief.on_abort = spec.on_abort;
-  brief.keep_previous = spec.keep_previous;
-  return proto::ToProto(brief);
-}
-
 // Of a job that are shown. Each may name a directory.
 constexpr int kMostActivities = 4;
 
@@ -213,6 +173,28 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
 
 }  // namespace
 
+v1::JobPhase ToMessage(JobPhase phase) {
+  switch (phase) {
+    case JobPhase::kAwaitingWeights:
+      return v1::AWAITING_WEIGHTS;
+    case JobPhase::kReady:
+      return v1::READY;
+    case JobPhase::kOpen:
+      return v1::OPEN;
+    case JobPhase::kSealed:
+      return v1::SEALED;
+    case JobPhase::kVoting:
+      return v1::VOTING;
+    case JobPhase::kUpdating:
+      return v1::UPDATING;
+    case JobPhase::kBroken:
+      return v1::BROKEN;
+    case JobPhase::kClosed:
+      return v1::CLOSED;
+  }
+  return v1::JOB_PHASE_UNSPECIFIED;
+}
+
 size_t LargestMessageBytes(const JobSpec& spec) {
   constexpr size_t kEntryBytes = 8;  // Tag and length of an entry of a list.
   // Ids, counts, memory, why it is broken, and the rest of an AttachWorkerResponse.
@@ -247,12 +229,15 @@ bool AddFoundCheckpoint(const Engine& engine, const Job& job, v1::Job& message) 
   message.mutable_found_checkpoint()->set_directory(found->directory);
   message.mutable_found_checkpoint()->set_step(found->step);
   message.mutable_found_checkpoint()->set_uid(found->uid);
+  const CheckpointDirectory::Total total = engine.checkpoints()->TotalOf(job.spec().name);
+  message.mutable_found_checkpoint()->set_checkpoints(total.checkpoints);
+  message.mutable_found_checkpoint()->set_total_bytes(total.bytes);
   return true;
 }
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   const JobStatus status = job.Status();
-  v1::Job message = Description(job.spec(), with_parameters);
+  v1::Job message = proto::ToProto(job.spec(), with_parameters);
   message.set_uid(job.uid());
   message.set_instance_id(engine.instance_id());
   *message.mutable_generation() = proto::ToProto(status.generation);
@@ -260,12 +245,23 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.set_undoable_step(status.undoable_step);
   message.set_state_writes(status.state_writes);
   message.mutable_ancestors()->Add(status.ancestors.begin(), status.ancestors.end());
-  message.set_phase(PhaseMessage(status.phase));
+  message.set_phase(ToMessage(status.phase));
   message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);
   message.set_skipped_steps(status.skipped_steps);
   message.set_coverage_complete_steps(status.coverage_complete_steps);
   message.set_not_kept_steps(status.statistics.not_kept_steps());
+  message.set_clipped_steps(static_cast<uint64_t>(status.statistics.clipped_steps));
+  message.set_seconds_open(status.seconds_open.value_or(0));
+  message.set_seconds_since_first_seal(status.seconds_since_first_seal.value_or(0));
+  message.set_attached_ranks(static_cast<int32_t>(std::count_if(
+      status.ranks.begin(), status.ranks.end(), [](const auto& rank) { return rank.attached; })));
+  message.set_parameter_count(static_cast<int64_t>(job.spec().layout.parameters.size()));
+  message.set_chunk_count(static_cast<int64_t>(job.layout().chunks().size()));
+  message.set_gradient_bytes(status.traffic.gradient_bytes_in_messages +
+                             status.traffic.gradient_bytes_in_place);
+  message.set_weight_bytes(status.traffic.weight_bytes_in_messages +
+                           status.traffic.weight_bytes_in_place);
   message.set_trainer_state(status.trainer_state);
   message.set_resumed_uid(status.resumed_uid);
   AddMemory(status, *message.mutable_memory());
@@ -295,7 +291,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
 }
 
 v1::Job CreatingMessage(const Engine& engine, const Job& job) {
-  v1::Job message = Description(job.spec(), /*with_parameters=*/false);
+  v1::Job message = proto::ToProto(job.spec(), /*with_parameters=*/false);
   message.set_uid(job.uid());
   message.set_instance_id(engine.instance_id());
   message.set_phase(v1::CREATING);
@@ -306,7 +302,7 @@ v1::Job CreatingMessage(const Engine& engine, const Job& job) {
 }
 
 v1::ParamGroup ToMessage(const Job& job, int group, const HyperParameters& values) {
-  v1::Job message = Description(job.spec(), /*with_parameters=*/false);
+  v1::Job message = proto::ToProto(job.spec(), /*with_parameters=*/false);
   AddGroups(job, job.Status(), message);
   v1::ParamGroup result = std::move(*message.mutable_groups(group));
   *result.mutable_hyper_parameters() = proto::ToProto(values);

@@ -4,22 +4,23 @@
 
 #include <cstddef>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/job/job.h"
 
 namespace ballast::server {
 
+v1::JobPhase ToMessage(JobPhase phase);
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters);
 
-// Of a job that is being created, as Engine::JobsBeingCreated has it.
+// For a job that is being created, from Engine::JobsBeingCreated.
 v1::Job CreatingMessage(const Engine& engine, const Job& job);
 
-// Puts what is known to be saved under the job's name into the message. False: nothing is.
+// Puts the known checkpoint under the job's name into the message. False: there is none.
 bool AddFoundCheckpoint(const Engine& engine, const Job& job, v1::Job& message);
 
-// The most bytes that such a message of a job with this description can take, with parameters and
-// at any time of its life; the other fields of a reply included.
+// The maximal size of such a message for a job with this description, with parameters, at any time
+// of its life, including the reply's other fields.
 size_t LargestMessageBytes(const JobSpec& spec);
 
 // One group of a job, with `values` as its hyper-parameters.

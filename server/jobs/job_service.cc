@@ -41,19 +41,18 @@ absl::StatusOr<std::shared_ptr<Job>> Find(const Engine& engine, const Caller& ca
   return uid.empty() ? FindJob(engine, caller, name) : FindJob(engine, caller, name, uid);
 }
 
-absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes, v1::DeriveFrom& derive_from) {
-  BALLAST_ASSIGN_OR_RETURN(const auto request, proto::ParseControl<v1::CreateJobRequest>(bytes));
-  derive_from = request.derive_from();
-  BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
-  // A reply names parameters in full, so it may be larger than the request, and training makes it
-  // grow.
+absl::Status CheckReplies(const JobSpec& spec) {
+  // A reply repeats names: those of a job in each of its parameters, those of parameters in each
+  // rank and in each step. So their lengths come first.
+  BALLAST_RETURN_IF_ERROR(Validate(spec));
+  BALLAST_RETURN_IF_ERROR(CheckParameters(spec.layout));
+  // It names parameters in full, so it may be larger than the request, and training makes it grow.
   const size_t reply_bytes = LargestMessageBytes(spec);
-  if (reply_bytes > size_t{kMaxMessageBytes}) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the description of job ", spec.name, " may take ", reply_bytes, " bytes in a reply, of ",
-        kMaxMessageBytes, " at most; give the job and its parameters shorter names"));
-  }
-  return spec;
+  if (reply_bytes <= size_t{kMaxMessageBytes}) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the description of job ", spec.name, " may take ", reply_bytes,
+                   " bytes in a reply, more than ", kMaxMessageBytes,
+                   "; give the job and its parameters shorter names"));
 }
 
 v1::Job CreatedMessage(const Engine& engine, const Job& job) {
@@ -64,22 +63,6 @@ v1::Job CreatedMessage(const Engine& engine, const Job& job) {
                  why);
   }
   return message;
-}
-
-absl::StatusOr<v1::Job> Get(const Engine& engine, const Caller& caller,
-                            const v1::GetJobRequest& request) {
-  const absl::StatusOr<std::shared_ptr<Job>> job =
-      Find(engine, caller, request.name(), request.uid());
-  if (job.ok()) return ToMessage(engine, **job, request.with_parameters());
-  if (ReasonOf(job.status()) != reason::kJobBeingCreated) return job.status();
-  for (const std::shared_ptr<const Job>& creating : engine.JobsBeingCreated()) {
-    if (proto::JobName(creating->spec().name) != request.name()) continue;
-    return CreatingMessage(engine, *creating);
-  }
-  // It has its memory by now, or there was none for it.
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> made,
-                           FindJob(engine, caller, request.name()));
-  return ToMessage(engine, *made, request.with_parameters());
 }
 
 // Offers memory to a process that has just attached. One that reopens its stream has it already.
@@ -111,24 +94,6 @@ absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request
   return attach;
 }
 
-absl::StatusOr<v1::ParamGroup> Update(const Engine& engine, const Caller& caller,
-                                      const v1::UpdateGroupRequest& request) {
-  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseGroupName(request.name()));
-  BALLAST_RETURN_IF_ERROR(caller.Check(name.job));
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.FindJob(name.job));
-  BALLAST_ASSIGN_OR_RETURN(const HyperParameterOverrides changes,
-                           proto::OverridesFromProto(request.changes()));
-  const std::vector<GroupSpec>& groups = job->spec().groups;
-  for (size_t group = 0; group < groups.size(); ++group) {
-    if (groups[group].name != name.child) continue;
-    BALLAST_ASSIGN_OR_RETURN(const HyperParameters values,
-                             job->UpdateGroup(static_cast<int>(group), changes));
-    return ToMessage(*job, static_cast<int>(group), values);
-  }
-  return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child,
-                                          "'; GetJob names those that it has"));
-}
-
 // A page is smaller than what clients accept that do not say how much they do, 4 MiB.
 constexpr size_t kPageBytes = size_t{3} << 20;
 
@@ -145,29 +110,96 @@ void AddActivities(const Engine& engine, const Caller& caller, const JobsByName&
   }
 }
 
+}  // namespace
+
+JobService::JobService(Engine& engine, const Access& access, CallPools& pools,
+                       const CheckpointPaths& paths, SharedMemoryServer* shared_memory_server)
+    : RawService(access),
+      engine_(engine),
+      paths_(paths),
+      shared_memory_server_(shared_memory_server) {
+  Unary("CreateJob", pools.creation, &JobService::Create);
+  Unary("GetJob", pools.control, &JobService::Get);
+  Unary("ListJobs", pools.control, &JobService::List);
+  // In `creation`, because the engine frees the job's memory before it answers.
+  Unary("CloseJob", pools.creation, &JobService::Close);
+  Unary("AttachWorker", pools.control, &JobService::Attach);
+  Unary("AbortStep", pools.control, &JobService::Abort);
+  Unary("UndoStep", pools.control, &JobService::Undo);
+  Unary("UpdateGroup", pools.control, &JobService::Update);
+  Unary("GetHistory", pools.control, &JobService::History);
+  Writes("TraceJob", [this, &pools](grpc::CallbackServerContext& context,
+                                    const absl::StatusOr<Caller>& caller, const Bytes& request) {
+    return new TraceCall(engine_, pools, context, caller, request);
+  });
+}
+
+absl::Status JobService::Create(UnaryCall& call, const grpc::ByteBuffer& bytes) {
+  Derivation derivation;
+  JobSpec spec;
+  {
+    BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, bytes));
+    BALLAST_ASSIGN_OR_RETURN(const auto request, proto::ParseControl<v1::CreateJobRequest>(bytes));
+    BALLAST_ASSIGN_OR_RETURN(spec, proto::FromProto(request.job()));
+    // The caller can only be checked after parsing: the name is a part of the description.
+    BALLAST_RETURN_IF_ERROR(call.caller().Check(spec.name));
+    BALLAST_RETURN_IF_ERROR(CheckReplies(spec));
+    derivation.uid = request.derive_from().uid();
+    if (const std::string& from = request.derive_from().checkpoint(); !from.empty()) {
+      BALLAST_ASSIGN_OR_RETURN(derivation.checkpoint, paths_.Resolve(from, call.caller()));
+    }
+  }
+  return call.Await<std::shared_ptr<Job>>(
+      [&](Done<std::shared_ptr<Job>> done) {
+        engine_.CreateJob(std::move(spec), std::move(derivation), std::move(done));
+        return Pending();  // What has been begun is made, whether its caller waits for it or not.
+      },
+      [this](const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::Job> {
+        return CreatedMessage(engine_, *job);
+      });
+}
+
+absl::StatusOr<v1::Job> JobService::Get(const Caller& caller,
+                                        const v1::GetJobRequest& request) const {
+  const absl::StatusOr<std::shared_ptr<Job>> job =
+      Find(engine_, caller, request.name(), request.uid());
+  if (job.ok()) return ToMessage(engine_, **job, request.with_parameters());
+  if (ReasonOf(job.status()) != reason::kJobBeingCreated) return job.status();
+  for (const std::shared_ptr<const Job>& creating : engine_.JobsBeingCreated()) {
+    if (proto::JobName(creating->spec().name) != request.name()) continue;
+    return CreatingMessage(engine_, *creating);
+  }
+  // It has its memory by now, or there was none for it.
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> made,
+                           FindJob(engine_, caller, request.name()));
+  return ToMessage(engine_, *made, request.with_parameters());
+}
+
 // Those that the caller may see.
-v1::ListJobsResponse List(const Engine& engine, const Caller& caller, const std::string& after) {
+absl::StatusOr<v1::ListJobsResponse> JobService::List(const Caller& caller,
+                                                      const v1::ListJobsRequest& request) const {
+  const std::string& after = request.page_token();
   v1::ListJobsResponse response;
-  response.set_instance_id(engine.instance_id());
-  response.set_memory_used_bytes(engine.memory().used_bytes());
-  response.set_memory_limit_bytes(engine.memory().limit_bytes());
+  response.set_instance_id(engine_.instance_id());
+  response.set_memory_used_bytes(engine_.memory().used_bytes());
+  response.set_memory_limit_bytes(engine_.memory().limit_bytes());
   size_t page_bytes = 0;
   std::set<std::string> being_created;
   // By name, and of one name in both lists, which is ready by now, only that.
   JobsByName jobs;
-  const std::vector<std::shared_ptr<const Job>> creating = engine.JobsBeingCreated();
-  for (const std::shared_ptr<Job>& job : engine.ListJobs()) jobs[job->spec().name] = job;
+  const std::vector<std::shared_ptr<const Job>> creating = engine_.JobsBeingCreated();
+  for (const std::shared_ptr<Job>& job : engine_.ListJobs()) jobs[job->spec().name] = job;
   for (const std::shared_ptr<const Job>& job : creating) {
     if (jobs.try_emplace(job->spec().name, job).second) being_created.insert(job->spec().name);
   }
-  if (after.empty()) AddActivities(engine, caller, jobs, response);
+  if (after.empty()) AddActivities(engine_, caller, jobs, response);
   for (const auto& [name, job] : jobs) {
     // Jobs come by name, so a page goes on behind a name even if that job is closed by now.
     if (!after.empty() && name <= after) continue;
     if (!caller.MayUse(name)) continue;
     v1::Job message = being_created.contains(name)
-                          ? CreatingMessage(engine, *job)
-                          : ToMessage(engine, *job, /*with_parameters=*/false);
+                          ? CreatingMessage(engine_, *job)
+                          : ToMessage(engine_, *job, /*with_parameters=*/false);
     page_bytes += message.ByteSizeLong();
     if (page_bytes > kPageBytes && response.jobs_size() > 0) {
       const std::string& last = response.jobs(response.jobs_size() - 1).name();
@@ -179,119 +211,32 @@ v1::ListJobsResponse List(const Engine& engine, const Caller& caller, const std:
   return response;
 }
 
-}  // namespace
-
-grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext* context,
-                                                const grpc::ByteBuffer* request,
-                                                grpc::ByteBuffer* response) {
-  return UnaryCall::StartRaw(access_.Admit(*context, "JobService.CreateJob"), pools_.creation,
-                             {context, request, response},
-                             [=, this](UnaryCall& call) { Create(call, *request); });
-}
-
-void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request) {
-  Derivation derivation;
-  absl::StatusOr<JobSpec> spec = [&]() -> absl::StatusOr<JobSpec> {
-    BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, request));
-    // The caller can only be checked after parsing: the name is a part of the description.
-    v1::DeriveFrom derive_from;
-    BALLAST_ASSIGN_OR_RETURN(JobSpec made, SpecOf(request, derive_from));
-    BALLAST_RETURN_IF_ERROR(call.caller().Check(made.name));
-    derivation.uid = derive_from.uid();
-    if (!derive_from.checkpoint().empty()) {
-      BALLAST_ASSIGN_OR_RETURN(derivation.checkpoint,
-                               paths_.Resolve(derive_from.checkpoint(), call.caller()));
-    }
-    return made;
-  }();
-  if (!spec.ok()) return call.End(spec.status());
-  call.Await<std::shared_ptr<Job>>(
-      [&](Done<std::shared_ptr<Job>> done) {
-        engine_.CreateJob(*std::move(spec), std::move(derivation), std::move(done));
-        return Pending();  // What has been begun is made, whether its caller waits for it or not.
-      },
-      [this](const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::Job> {
-        return CreatedMessage(engine_, *job);
-      });
-}
-
-grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext* context,
-                                             const grpc::ByteBuffer* request,
-                                             grpc::ByteBuffer* response) {
-  return UnaryCall::Run<v1::GetJobRequest>(
-      access_.Admit(*context, "JobService.GetJob"), pools_.control, {context, request, response},
-      [this](const Caller& caller, const v1::GetJobRequest& asked) {
-        return Get(engine_, caller, asked);
-      });
-}
-
-grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext* context,
-                                               const grpc::ByteBuffer* request,
-                                               grpc::ByteBuffer* response) {
-  return UnaryCall::Run<v1::ListJobsRequest>(
-      access_.Admit(*context, "JobService.ListJobs"), pools_.control, {context, request, response},
-      [this](const Caller& caller,
-             const v1::ListJobsRequest& asked) -> absl::StatusOr<v1::ListJobsResponse> {
-        return List(engine_, caller, asked.page_token());
-      });
-}
-
-grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext* context,
-                                               const grpc::ByteBuffer* request,
-                                               grpc::ByteBuffer* response) {
-  // In `creation`, because the engine frees the job's memory before it answers.
-  return UnaryCall::Start<v1::CloseJobRequest>(
-      access_.Admit(*context, "JobService.CloseJob"), pools_.creation, {context, request, response},
-      [this](UnaryCall& call, const v1::CloseJobRequest& asked) { Close(call, asked); });
-}
-
-void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
-  absl::StatusOr<std::shared_ptr<Job>> job =
-      Find(engine_, call.caller(), request.name(), request.uid());
-  if (!job.ok()) return call.End(job.status());
+absl::Status JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job,
+                           Find(engine_, call.caller(), request.name(), request.uid()));
   // Not by its name, which may be another job's by now.
-  call.Await<bool>(
-      [&](Done<bool> done) { return engine_.CloseJob(*std::move(job), std::move(done)); },
+  return call.Await<bool>(
+      [&](Done<bool> done) { return engine_.CloseJob(std::move(job), std::move(done)); },
       [](bool) -> absl::StatusOr<v1::CloseJobResponse> { return v1::CloseJobResponse(); });
 }
 
-grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext* context,
-                                                   const grpc::ByteBuffer* request,
-                                                   grpc::ByteBuffer* response) {
-  return UnaryCall::StartRaw(access_.Admit(*context, "JobService.AttachWorker"), pools_.control,
-                             {context, request, response},
-                             [=, this](UnaryCall& call) { Attach(call, *request); });
-}
-
 // The description may be large, so it is parsed, and later made, in the pool.
-void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
-  struct Parsed {
-    std::shared_ptr<Job> job;
-    v1::AttachWorkerRequest request;
-    AttachRequest attach;
-  };
-  absl::StatusOr<Parsed> parsed = [&]() -> absl::StatusOr<Parsed> {
-    BALLAST_ASSIGN_OR_RETURN(const JobToAttach wanted, FindJobToAttach(bytes));
-    Parsed all;
-    BALLAST_ASSIGN_OR_RETURN(
-        all.job, wanted.derived_from.empty()
-                     ? Find(engine_, call.caller(), wanted.name, wanted.uid)
-                     : FindDerived(engine_, call.caller(), wanted.name, wanted.derived_from));
-    // The job bounds what a worker may say of it, so it has to be found before that is parsed.
-    BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*all.job, bytes));
-    BALLAST_ASSIGN_OR_RETURN(all.request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));
-    BALLAST_ASSIGN_OR_RETURN(all.attach, FromMessage(all.request));
-    // `attach` has it now. It may be large, and the request is kept until the answer is made.
-    all.request.clear_job();
-    return all;
-  }();
-  if (!parsed.ok()) return call.End(parsed.status());
-  const std::shared_ptr<Job> job = parsed->job;
-  call.Await<Attachment>(
-      [&](Done<Attachment> done) {
-        return job->Attach(std::move(parsed->attach), std::move(done));
-      },
-      [this, job, request = std::move(parsed->request)](
+absl::Status JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
+  BALLAST_ASSIGN_OR_RETURN(const JobToAttach wanted, FindJobToAttach(bytes));
+  BALLAST_ASSIGN_OR_RETURN(
+      const std::shared_ptr<Job> job,
+      wanted.derived_from.empty()
+          ? Find(engine_, call.caller(), wanted.name, wanted.uid)
+          : FindDerived(engine_, call.caller(), wanted.name, wanted.derived_from));
+  // The job bounds what a worker may say of it, so it has to be found before that is parsed.
+  BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*job, bytes));
+  BALLAST_ASSIGN_OR_RETURN(auto request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));
+  BALLAST_ASSIGN_OR_RETURN(AttachRequest attach, FromMessage(request));
+  // `attach` has it now. It may be large, and the request is kept until the answer is made.
+  request.clear_job();
+  return call.Await<Attachment>(
+      [&](Done<Attachment> done) { return job->Attach(std::move(attach), std::move(done)); },
+      [this, job, request = std::move(request)](
           const Attachment& attachment) -> absl::StatusOr<v1::AttachWorkerResponse> {
         v1::AttachWorkerResponse message;
         message.set_uid(job->uid());
@@ -307,78 +252,56 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
       });
 }
 
-grpc::ServerUnaryReactor* JobService::AbortStep(grpc::CallbackServerContext* context,
-                                                const grpc::ByteBuffer* request,
-                                                grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::AbortStepRequest>(
-      access_.Admit(*context, "JobService.AbortStep"), pools_.control, {context, request, response},
-      [this](UnaryCall& call, const v1::AbortStepRequest& asked) { Abort(call, asked); });
+absl::Status JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job,
+                           FindJob(engine_, call.caller(), request.name()));
+  return call.Await<uint64_t>([&](Done<uint64_t> done) { return job->AbortStep(std::move(done)); },
+                              [](uint64_t step) -> absl::StatusOr<v1::AbortStepResponse> {
+                                v1::AbortStepResponse response;
+                                response.set_aborted_step(step);
+                                return response;
+                              });
 }
 
-void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
-  if (!job.ok()) return call.End(job.status());
-  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->AbortStep(std::move(done)); },
-                       [](uint64_t step) -> absl::StatusOr<v1::AbortStepResponse> {
-                         v1::AbortStepResponse response;
-                         response.set_aborted_step(step);
-                         return response;
-                       });
-}
-
-grpc::ServerUnaryReactor* JobService::UndoStep(grpc::CallbackServerContext* context,
-                                               const grpc::ByteBuffer* request,
-                                               grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::UndoStepRequest>(
-      access_.Admit(*context, "JobService.UndoStep"), pools_.control, {context, request, response},
-      [this](UnaryCall& call, const v1::UndoStepRequest& asked) { Undo(call, asked); });
-}
-
-void JobService::Undo(UnaryCall& call, const v1::UndoStepRequest& request) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
-  if (!job.ok()) return call.End(job.status());
+absl::Status JobService::Undo(UnaryCall& call, const v1::UndoStepRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job,
+                           FindJob(engine_, call.caller(), request.name()));
   const Job::UndoRequest undo = {.step = request.step(),
                                  .generation = proto::FromProto(request.generation())};
-  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->UndoStep(undo, std::move(done)); },
-                       [](uint64_t step) -> absl::StatusOr<v1::UndoStepResponse> {
-                         v1::UndoStepResponse response;
-                         response.set_undone_step(step);
-                         return response;
-                       });
-}
-
-grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext* context,
-                                                  const grpc::ByteBuffer* request,
-                                                  grpc::ByteBuffer* response) {
-  return UnaryCall::Run<v1::UpdateGroupRequest>(
-      access_.Admit(*context, "JobService.UpdateGroup"), pools_.control,
-      {context, request, response},
-      [this](const Caller& caller, const v1::UpdateGroupRequest& asked) {
-        return Update(engine_, caller, asked);
+  return call.Await<uint64_t>(
+      [&](Done<uint64_t> done) { return job->UndoStep(undo, std::move(done)); },
+      [](uint64_t step) -> absl::StatusOr<v1::UndoStepResponse> {
+        v1::UndoStepResponse response;
+        response.set_undone_step(step);
+        return response;
       });
 }
 
-grpc::ServerWriteReactor<grpc::ByteBuffer>* JobService::TraceJob(
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
-  // If there is no memory for it, gRPC ends the call as interceptors.cc says.
-  return new TraceCall(engine_, pools_, *context, access_.Admit(*context, "JobService.TraceJob"),
-                       *request);
+absl::StatusOr<v1::ParamGroup> JobService::Update(const Caller& caller,
+                                                  const v1::UpdateGroupRequest& request) const {
+  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseGroupName(request.name()));
+  BALLAST_RETURN_IF_ERROR(caller.Check(name.job));
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine_.FindJob(name.job));
+  BALLAST_ASSIGN_OR_RETURN(const HyperParameterOverrides changes,
+                           proto::OverridesFromProto(request.changes()));
+  const std::vector<GroupSpec>& groups = job->spec().groups;
+  for (size_t group = 0; group < groups.size(); ++group) {
+    if (groups[group].name != name.child) continue;
+    BALLAST_ASSIGN_OR_RETURN(const HyperParameters values,
+                             job->UpdateGroup(static_cast<int>(group), changes));
+    return ToMessage(*job, static_cast<int>(group), values);
+  }
+  return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child,
+                                          "'; GetJob names those that it has"));
 }
 
-grpc::ServerUnaryReactor* JobService::GetHistory(grpc::CallbackServerContext* context,
-                                                 const grpc::ByteBuffer* request,
-                                                 grpc::ByteBuffer* response) {
-  return UnaryCall::Run<v1::GetHistoryRequest>(
-      access_.Admit(*context, "JobService.GetHistory"), pools_.control,
-      {context, request, response},
-      [this](const Caller& caller,
-             const v1::GetHistoryRequest& asked) -> absl::StatusOr<v1::JobHistory> {
-        BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
-                                 FindJob(engine_, caller, asked.name()));
-        return ToMessage(job->History({.first_step = asked.first_step(),
-                                       .last_step = asked.last_step(),
-                                       .max_entries = asked.max_entries()}));
-      });
+absl::StatusOr<v1::JobHistory> JobService::History(const Caller& caller,
+                                                   const v1::GetHistoryRequest& request) const {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
+                           FindJob(engine_, caller, request.name()));
+  return ToMessage(job->History({.first_step = request.first_step(),
+                                 .last_step = request.last_step(),
+                                 .max_entries = request.max_entries()}));
 }
 
 }  // namespace ballast::server

@@ -23,8 +23,8 @@ StateReader::StateReader(const Engine& engine, CallPools& pools,
                          grpc::CallbackServerContext& context, const absl::StatusOr<Caller>& caller,
                          const grpc::ByteBuffer& request)
     : StreamedAnswer(pools, context) {
-  const absl::Status started = Guarded(
-      [&] { return caller.ok() ? Start(engine, pools, *caller, request) : caller.status(); });
+  const absl::Status started =
+      caller.ok() ? Start(engine, pools, *caller, request) : caller.status();
   if (!started.ok()) End(started);
 }
 
@@ -42,21 +42,19 @@ absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Ca
   // The Done may end the call, and gRPC delete it, before TakeSnapshot has returned.
   const std::shared_ptr<Job> job = parameter_.job;
   EndsWith(engine, caller, *job);
-  PendingCall::Start<Snapshot>(
-      pending(),
-      [&](Done<Snapshot> done) { return job->TakeSnapshot({parameter_.index}, std::move(done)); },
-      [this](absl::StatusOr<Snapshot> snapshot) { Opened(std::move(snapshot)); });
+  const std::shared_ptr<PendingCall> kept = pending();
+  kept->Await(job->TakeSnapshot({parameter_.index}, [this](absl::StatusOr<Snapshot> snapshot) {
+    Opened(std::move(snapshot));
+  }));
   return absl::OkStatus();
 }
 
 void StateReader::Opened(absl::StatusOr<Snapshot> snapshot) {
-  const absl::Status opened = Guarded([&]() -> absl::Status {
-    BALLAST_ASSIGN_OR_RETURN(snapshot_, std::move(snapshot));
-    if (snapshot_.has_plane(parameter_.index, plane_)) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(request_.name(), " has no plane ", Name(plane_),
-                                                   ": its group does not use amsgrad"));
-  });
-  opened.ok() ? Begin() : End(opened);
+  if (!snapshot.ok()) return End(snapshot.status());
+  snapshot_ = *std::move(snapshot);
+  if (snapshot_.has_plane(parameter_.index, plane_)) return Begin();
+  End(absl::InvalidArgumentError(absl::StrCat(request_.name(), " has no plane ", Name(plane_),
+                                              ": its group does not use amsgrad")));
 }
 
 bool StateReader::Fill(v1::ReadStateResponse& message) {

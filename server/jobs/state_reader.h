@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/state.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/call_pool.h"
 #include "server/find_job.h"

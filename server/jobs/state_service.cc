@@ -9,7 +9,6 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "proto/convert.h"
-#include "server/call_guard.h"
 #include "server/find_job.h"
 #include "server/jobs/state_reader.h"
 #include "server/jobs/state_writer.h"
@@ -28,24 +27,6 @@ void AddPlane(const PlaneSummary& summary, Plane plane, v1::StateSummary& respon
   to.set_non_finite(summary.non_finite);
   to.mutable_magnitude_histogram()->Add(summary.magnitude_histogram.begin(),
                                         summary.magnitude_histogram.end());
-}
-
-v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot) {
-  v1::StateSummary response;
-  const JobSpec& job = parameter.job->spec();
-  response.set_name(proto::ParameterName(job.name, parameter.spec().name));
-  response.set_step(snapshot.step());
-  response.mutable_shape()->Add(parameter.spec().shape.begin(), parameter.spec().shape.end());
-  response.set_group(proto::GroupName(job.name, job.groups[parameter.spec().group].name));
-  response.set_trainable(parameter.spec().trainable);
-  response.set_update_count(snapshot.update_count(parameter.index));
-  if (!parameter.spec().trainable) return response;
-  for (const Plane plane :
-       {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq, Plane::kMaxExpAvgSq}) {
-    if (!snapshot.has_plane(parameter.index, plane)) continue;
-    AddPlane(Summarize(snapshot, parameter.index, parameter.elements(), plane), plane, response);
-  }
-  return response;
 }
 
 v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* names) {
@@ -99,8 +80,9 @@ absl::StatusOr<v1::ListCheckpointsResponse> Page(const std::vector<FoundCheckpoi
     *response.add_checkpoints() = std::move(checkpoint);
   }
   if (!is_behind) {
-    return absl::AbortedError(absl::StrCat(
-        "checkpoint ", after, ", with which the page before ended, is gone; list them again"));
+    return absl::AbortedError(
+        absl::StrCat("checkpoint ", after,
+                     " ended the previous page and no longer exists; list the checkpoints again"));
   }
   return response;
 }
@@ -112,61 +94,64 @@ std::string DirectoryOf(const std::string& given, const Job& job) {
 
 }  // namespace
 
-grpc::ServerWriteReactor<grpc::ByteBuffer>* StateService::ReadState(
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
-  return new StateReader(engine_, pools_, *context,
-                         access_.Admit(*context, "StateService.ReadState"), *request);
+v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot) {
+  v1::StateSummary response;
+  const JobSpec& job = parameter.job->spec();
+  response.set_name(proto::ParameterName(job.name, parameter.spec().name));
+  response.set_step(snapshot.step());
+  response.mutable_shape()->Add(parameter.spec().shape.begin(), parameter.spec().shape.end());
+  response.set_group(proto::GroupName(job.name, job.groups[parameter.spec().group].name));
+  response.set_trainable(parameter.spec().trainable);
+  response.set_update_count(snapshot.update_count(parameter.index));
+  if (!parameter.spec().trainable) return response;
+  for (const Plane plane :
+       {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq, Plane::kMaxExpAvgSq}) {
+    if (!snapshot.has_plane(parameter.index, plane)) continue;
+    AddPlane(Summarize(snapshot, parameter.index, parameter.elements(), plane), plane, response);
+  }
+  return response;
 }
 
-grpc::ServerReadReactor<grpc::ByteBuffer>* StateService::WriteState(
-    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
-  return MakeReactor<grpc::ServerReadReactor<grpc::ByteBuffer>>([&] {
-    return new StateWriter(engine_, pools_, *context,
-                           access_.Admit(*context, "StateService.WriteState"), *response);
+StateService::StateService(Engine& engine, const Access& access, CallPools& pools,
+                           const CheckpointPaths& paths)
+    : RawService(access), engine_(engine), paths_(paths) {
+  Writes("ReadState", [this, &pools](grpc::CallbackServerContext& context,
+                                     const absl::StatusOr<Caller>& caller, const Bytes& request) {
+    return new StateReader(engine_, pools, context, caller, request);
   });
+  Reads("WriteState", [this, &pools](grpc::CallbackServerContext& context,
+                                     const absl::StatusOr<Caller>& caller, Bytes& response) {
+    return new StateWriter(engine_, pools, context, caller, response);
+  });
+  // Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.
+  Unary("SummarizeState", pools.readers, &StateService::Summarize);
+  Unary("SaveJob", pools.control, &StateService::Save);
+  Unary("LoadJob", pools.control, &StateService::Load);
+  Unary("ListCheckpoints", pools.control, &StateService::List);
+  Unary("VerifyCheckpoints", pools.control, &StateService::Verify);
+  Unary("DeleteCheckpoint", pools.control, &StateService::Delete);
 }
 
-// Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.
-grpc::ServerUnaryReactor* StateService::SummarizeState(grpc::CallbackServerContext* context,
-                                                       const grpc::ByteBuffer* request,
-                                                       grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::SummarizeStateRequest>(
-      access_.Admit(*context, "StateService.SummarizeState"), pools_.readers,
-      {context, request, response},
-      [this](UnaryCall& call, const v1::SummarizeStateRequest& asked) { Summarize(call, asked); });
-}
-
-void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request) {
-  const absl::StatusOr<FoundParameter> parameter =
-      FindParameter(engine_, call.caller(), request.name());
-  if (!parameter.ok()) return call.End(parameter.status());
-  call.Await<Snapshot>(
+absl::Status StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(FoundParameter parameter,
+                           FindParameter(engine_, call.caller(), request.name()));
+  return call.Await<Snapshot>(
       [&](Done<Snapshot> done) {
-        return parameter->job->TakeSnapshot({parameter->index}, std::move(done));
+        return parameter.job->TakeSnapshot({parameter.index}, std::move(done));
       },
-      [parameter = *parameter](const Snapshot& snapshot) -> absl::StatusOr<v1::StateSummary> {
+      [parameter](const Snapshot& snapshot) -> absl::StatusOr<v1::StateSummary> {
         return SummaryOf(parameter, snapshot);
       });
 }
 
-grpc::ServerUnaryReactor* StateService::SaveJob(grpc::CallbackServerContext* context,
-                                                const grpc::ByteBuffer* request,
-                                                grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::SaveJobRequest>(
-      access_.Admit(*context, "StateService.SaveJob"), pools_.control, {context, request, response},
-      [this](UnaryCall& call, const v1::SaveJobRequest& asked) { Save(call, asked); });
-}
-
-void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
-  if (!job.ok()) return call.End(job.status());
-  const absl::StatusOr<std::string> folder =
-      paths_.Resolve(DirectoryOf(request.directory(), **job), call.caller());
-  if (!folder.ok()) return call.End(folder.status());
-  call.Await<CheckpointInfo>(
+absl::Status StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job,
+                           FindJob(engine_, call.caller(), request.name()));
+  BALLAST_ASSIGN_OR_RETURN(std::string folder,
+                           paths_.Resolve(DirectoryOf(request.directory(), *job), call.caller()));
+  return call.Await<CheckpointInfo>(
       [&](Done<CheckpointInfo> done) {
-        return (*job)->Save({.folder = *folder, .background = request.background()},
-                            std::move(done));
+        return job->Save({.folder = folder, .background = request.background()}, std::move(done));
       },
       [](const CheckpointInfo& saved) -> absl::StatusOr<v1::SaveJobResponse> {
         v1::SaveJobResponse response;
@@ -177,24 +162,14 @@ void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request) {
       });
 }
 
-grpc::ServerUnaryReactor* StateService::LoadJob(grpc::CallbackServerContext* context,
-                                                const grpc::ByteBuffer* request,
-                                                grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::LoadJobRequest>(
-      access_.Admit(*context, "StateService.LoadJob"), pools_.control, {context, request, response},
-      [this](UnaryCall& call, const v1::LoadJobRequest& asked) { Load(call, asked); });
-}
-
-void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
-  if (!job.ok()) return call.End(job.status());
-  const absl::StatusOr<std::string> path =
-      paths_.Resolve(DirectoryOf(request.directory(), **job), call.caller());
-  if (!path.ok()) return call.End(path.status());
-  call.Await<CheckpointInfo>(
+absl::Status StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job,
+                           FindJob(engine_, call.caller(), request.name()));
+  BALLAST_ASSIGN_OR_RETURN(std::string path,
+                           paths_.Resolve(DirectoryOf(request.directory(), *job), call.caller()));
+  return call.Await<CheckpointInfo>(
       [&](Done<CheckpointInfo> done) {
-        return (*job)->Load({.path = *path, .weights_only = request.weights_only()},
-                            std::move(done));
+        return job->Load({.path = path, .weights_only = request.weights_only()}, std::move(done));
       },
       [](const CheckpointInfo& loaded) -> absl::StatusOr<v1::LoadJobResponse> {
         v1::LoadJobResponse response;
@@ -206,16 +181,7 @@ void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request) {
       });
 }
 
-grpc::ServerUnaryReactor* StateService::ListCheckpoints(grpc::CallbackServerContext* context,
-                                                        const grpc::ByteBuffer* request,
-                                                        grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::ListCheckpointsRequest>(
-      access_.Admit(*context, "StateService.ListCheckpoints"), pools_.control,
-      {context, request, response},
-      [this](UnaryCall& call, const v1::ListCheckpointsRequest& asked) { List(call, asked); });
-}
-
-void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& request) {
+absl::Status StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& request) {
   const bool all = request.directory().empty();
   Engine::LookRequest look;
   std::string after = request.page_token();
@@ -232,11 +198,10 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
       after.clear();
     }
   } else {
-    absl::StatusOr<std::string> path = paths_.Resolve(request.directory(), call.caller());
-    if (!path.ok()) return call.End(path.status());
-    look.path = *std::move(path);
+    BALLAST_ASSIGN_OR_RETURN(std::string path, paths_.Resolve(request.directory(), call.caller()));
+    look.path = std::move(path);
   }
-  call.Await<std::vector<FoundCheckpoint>>(
+  return call.Await<std::vector<FoundCheckpoint>>(
       [&](Done<std::vector<FoundCheckpoint>> done) {
         return engine_.LookForCheckpoints(std::move(look), std::move(done));
       },
@@ -254,24 +219,14 @@ void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& reque
       });
 }
 
-grpc::ServerUnaryReactor* StateService::VerifyCheckpoints(grpc::CallbackServerContext* context,
-                                                          const grpc::ByteBuffer* request,
-                                                          grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::VerifyCheckpointsRequest>(
-      access_.Admit(*context, "StateService.VerifyCheckpoints"), pools_.control,
-      {context, request, response},
-      [this](UnaryCall& call, const v1::VerifyCheckpointsRequest& asked) { Verify(call, asked); });
-}
-
-void StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request) {
+absl::Status StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request) {
   const std::string& directory = request.directory();
-  const absl::StatusOr<std::string> path = paths_.Resolve(directory, call.caller());
-  if (!path.ok()) return call.End(path.status());
+  BALLAST_ASSIGN_OR_RETURN(std::string path, paths_.Resolve(directory, call.caller()));
   // A folder of checkpoints has its job's name.
   const std::string job = IsCheckpointName(directory) ? FolderOf(directory) : "";
-  call.Await<std::vector<FoundCheckpoint>>(
+  return call.Await<std::vector<FoundCheckpoint>>(
       [&](Done<std::vector<FoundCheckpoint>> done) {
-        return engine_.LookForCheckpoints({.path = *path, .verified = true, .job = job},
+        return engine_.LookForCheckpoints({.path = path, .verified = true, .job = job},
                                           std::move(done));
       },
       [this](const std::vector<FoundCheckpoint>& found)
@@ -284,21 +239,11 @@ void StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& r
       });
 }
 
-grpc::ServerUnaryReactor* StateService::DeleteCheckpoint(grpc::CallbackServerContext* context,
-                                                         const grpc::ByteBuffer* request,
-                                                         grpc::ByteBuffer* response) {
-  return UnaryCall::Start<v1::DeleteCheckpointRequest>(
-      access_.Admit(*context, "StateService.DeleteCheckpoint"), pools_.control,
-      {context, request, response},
-      [this](UnaryCall& call, const v1::DeleteCheckpointRequest& asked) { Delete(call, asked); });
-}
-
-void StateService::Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request) {
-  absl::StatusOr<std::string> path = paths_.Resolve(request.directory(), call.caller());
-  if (!path.ok()) return call.End(path.status());
-  call.Await<std::vector<FoundCheckpoint>>(
+absl::Status StateService::Delete(UnaryCall& call, const v1::DeleteCheckpointRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(std::string path, paths_.Resolve(request.directory(), call.caller()));
+  return call.Await<std::vector<FoundCheckpoint>>(
       [&](Done<std::vector<FoundCheckpoint>> done) {
-        return engine_.DeleteCheckpoints({.path = *std::move(path), .uid = request.uid()},
+        return engine_.DeleteCheckpoints({.path = std::move(path), .uid = request.uid()},
                                          std::move(done));
       },
       [this](const std::vector<FoundCheckpoint>& deleted)

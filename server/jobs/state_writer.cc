@@ -10,8 +10,8 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/frame.h"
-#include "server/call_guard.h"
-#include "server/train/stream_errors.h"
+#include "proto/status.h"
+#include "server/call_errors.h"
 
 namespace ballast::server {
 namespace {
@@ -38,9 +38,9 @@ StateWriter::StateWriter(const Engine& engine, CallPools& pools,
 }
 
 void StateWriter::End(const absl::Status& status) {
-  if (caller_.ok()) (void)GuardedRun([&] { caller_->Audit(status); });
+  if (caller_.ok()) caller_->Audit(status);
   watched_->IsOver();
-  Finish(EndOf(status));
+  Finish(proto::ToGrpc(status));
 }
 
 void StateWriter::OnDone() {
@@ -53,11 +53,9 @@ void StateWriter::OnDone() {
 void StateWriter::OnReadDone(bool ok) {
   watched_->PeerActed();
   if (!ok) return Commit();
-  const absl::Status handled = Guarded([this]() -> absl::Status {
-    const auto request = proto::ParseRequest<v1::WriteStateRequest>(read_buffer_, kMostBytes);
-    read_buffer_.Clear();
-    return request.ok() ? Handle(*request) : request.status();
-  });
+  const auto request = proto::ParseRequest<v1::WriteStateRequest>(read_buffer_, kMostBytes);
+  read_buffer_.Clear();
+  const absl::Status handled = request.ok() ? Handle(*request) : request.status();
   if (!handled.ok()) return End(handled);
   watched_->PeerMustAct();
   StartRead(&read_buffer_);
@@ -108,19 +106,14 @@ void StateWriter::Commit() {
         absl::StrCat("parameter ", parameter_.spec().name, " has ", parameter_.elements(),
                      " elements, and ", offset_, " values have come")));
   }
-  PendingCall::Start<uint64_t>(
-      pending_,
-      [this](Done<uint64_t> done) {
-        return parameter_.job->CommitStateWrite(writing_, std::move(done));
-      },
-      [this](absl::StatusOr<uint64_t> step) {
-        if (!step.ok()) return End(step.status());
-        End(GuardedRun([&] {
-          v1::WriteStateResponse response;
-          response.set_step(*step);
-          response_ = proto::SerializeControl(response);
-        }));
-      });
+  const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end the call.
+  pending->Await(parameter_.job->CommitStateWrite(writing_, [this](absl::StatusOr<uint64_t> step) {
+    if (!step.ok()) return End(step.status());
+    v1::WriteStateResponse response;
+    response.set_step(*step);
+    response_ = proto::SerializeControl(response);
+    End(absl::OkStatus());
+  }));
 }
 
 }  // namespace ballast::server

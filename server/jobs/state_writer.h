@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/state.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/access/access.h"
 #include "server/call_pool.h"
@@ -20,7 +20,7 @@
 
 namespace ballast::server {
 
-// Owns itself: gRPC calls OnDone last, which deletes it. The job has nothing of it before its end.
+// Owns itself: gRPC calls OnDone last, which deletes it. The job gets the values only at its end.
 class StateWriter final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   // The engine and the pools outlive it; gRPC keeps `response` until OnDone.
@@ -46,9 +46,9 @@ class StateWriter final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   const std::shared_ptr<WatchedCall> watched_;
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
   grpc::ByteBuffer read_buffer_;
-  FoundParameter parameter_;  // Of no job before the first message.
+  FoundParameter parameter_;  // Empty before the first message.
   std::shared_ptr<StateWriting> writing_;
-  int64_t offset_ = 0;  // Of the next element.
+  int64_t offset_ = 0;  // The next element's.
 };
 
 }  // namespace ballast::server

@@ -1,4 +1,5 @@
-// A call whose answer is a stream of messages, each made when the one before has been taken.
+// A call whose answer is a stream of messages. Each message is made when the peer has taken the one
+// before.
 #ifndef BALLAST_SERVER_JOBS_STREAMED_ANSWER_H_
 #define BALLAST_SERVER_JOBS_STREAMED_ANSWER_H_
 
@@ -10,7 +11,8 @@
 
 #include "absl/status/status.h"
 #include "proto/frame.h"
-#include "server/call_guard.h"
+#include "proto/status.h"
+#include "server/call_errors.h"
 #include "server/call_pool.h"
 #include "server/find_job.h"
 #include "server/pending_call.h"
@@ -18,7 +20,7 @@
 namespace ballast::server {
 
 // Owns itself: gRPC calls OnDone last, which deletes it. One message is in memory at a time, and a
-// reader that takes none costs no thread. A subclass calls either Begin or End, once.
+// reader that does not read holds no thread. A subclass calls either Begin or End, once.
 template <typename Message>
 class StreamedAnswer : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
@@ -34,11 +36,10 @@ class StreamedAnswer : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
     Begin();
   }
   void OnCancel() final { pending_->Cancel(); }
-  // Not on gRPC's thread: what a subclass keeps may be the last of a job.
+  // Not on gRPC's thread: a subclass may have the last reference to a job.
   void OnDone() final {
     watched_->Ended();
-    // Without memory to go there, here.
-    (void)RunsInMemory([&] { pool_.Run([self = std::shared_ptr<StreamedAnswer>(this)] {}); });
+    pool_.Run([self = std::shared_ptr<StreamedAnswer>(this)] {});
   }
 
  protected:
@@ -47,29 +48,24 @@ class StreamedAnswer : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 
   // Sends the messages, and ends the call with OK after the last one.
   void Begin() {
-    const absl::Status queued = GuardedRun([&] { pool_.Run([this] { MakeNext(); }); });
-    if (!queued.ok()) End(queued);
+    pool_.Run([this] { MakeNext(); });
   }
-  void End(const absl::Status& status) { Finish(EndOf(status)); }
+  void End(const absl::Status& status) { Finish(proto::ToGrpc(status)); }
 
-  // Kept by what may end the call before it has returned.
+  // Kept by code that may end the call before it has returned.
   std::shared_ptr<PendingCall> pending() const { return pending_; }
   void Keep(CallPool::Place place) { place_ = std::move(place); }
-  // Once the job is closed the call is cancelled, so that it does not keep its memory; and once the
-  // caller may not look at it any more.
+  // Cancels the call once the job is closed, so that it does not keep the job's memory, and once
+  // the caller may not look at it any more.
   void EndsWith(const Engine& engine, const Caller& caller, const Job& job) {
     watched_->IsOverIf(IsGone(engine, caller, job));
   }
 
  private:
   void MakeNext() {
-    bool more = false;
-    const absl::Status made = GuardedRun([&] {
-      Message message;
-      more = Fill(message);
-      if (more) bytes_ = proto::SerializeControl(message);
-    });
-    if (!made.ok() || !more) return End(made);
+    Message message;
+    if (!Fill(message)) return End(absl::OkStatus());
+    bytes_ = proto::SerializeControl(message);
     watched_->PeerMustAct();
     StartWrite(&bytes_);
   }

@@ -25,10 +25,8 @@ std::chrono::steady_clock::time_point TraceEnd(std::chrono::system_clock::time_p
 TraceCall::TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
                      const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request)
     : StreamedAnswer(pools, context) {
-  const absl::Status started = Guarded([&] {
-    return caller.ok() ? Start(engine, pools, *caller, request, context.deadline())
-                       : caller.status();
-  });
+  const absl::Status started =
+      caller.ok() ? Start(engine, pools, *caller, request, context.deadline()) : caller.status();
   if (!started.ok()) End(started);
 }
 
@@ -40,7 +38,7 @@ absl::Status TraceCall::Start(const Engine& engine, CallPools& pools, const Call
   const uint32_t steps = request.steps();
   if (steps == 0 || steps > kMostTracedSteps) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a trace of ", steps, " steps; ask for 1 to ", kMostTracedSteps));
+        absl::StrCat("a trace cannot have ", steps, " steps; ask for 1 to ", kMostTracedSteps));
   }
   // After all that can be refused at once: from here on the call takes a thread of few.
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.traces.Enter());
@@ -54,14 +52,11 @@ absl::Status TraceCall::Start(const Engine& engine, CallPools& pools, const Call
 // Runs on a thread of `traces`, which it blocks until the steps are committed or the caller is
 // gone.
 void TraceCall::Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end) {
-  const absl::Status traced = Guarded([&]() -> absl::Status {
-    BALLAST_ASSIGN_OR_RETURN(ballast::Trace trace, job->TraceSteps(steps, [&] {
-      return !pending()->cancelled() && Clock::now() < end;
-    }));
-    messages_.emplace(job, std::move(trace));
-    return absl::OkStatus();
-  });
-  traced.ok() ? Begin() : End(traced);
+  absl::StatusOr<ballast::Trace> trace =
+      job->TraceSteps(steps, [&] { return !pending()->cancelled() && Clock::now() < end; });
+  if (!trace.ok()) return End(trace.status());
+  messages_.emplace(job, *std::move(trace));
+  Begin();
 }
 
 }  // namespace ballast::server

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "absl/status/status.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/diagnostics.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/call_pool.h"
 #include "server/jobs/streamed_answer.h"

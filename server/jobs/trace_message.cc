@@ -1,34 +1,15 @@
 #include "server/jobs/trace_message.h"
 
 #include "absl/types/span.h"
+#include "proto/convert.h"
 
 namespace ballast::server {
 namespace {
 
-v1::TraceEventKind ToProto(TraceEventKind kind) {
-  switch (kind) {
-    case TraceEventKind::kArrived:
-      return v1::ARRIVED;
-    case TraceEventKind::kSummed:
-      return v1::SUMMED;
-    case TraceEventKind::kSpeculated:
-      return v1::SPECULATED;
-    case TraceEventKind::kDecided:
-      return v1::DECIDED;
-    case TraceEventKind::kUpdated:
-      return v1::UPDATED;
-    case TraceEventKind::kSent:
-      return v1::SENT;
-    case TraceEventKind::kCommitted:
-      return v1::COMMITTED;
-    case TraceEventKind::kBegun:
-      return v1::BEGUN;
-  }
-  return v1::TRACE_EVENT_KIND_UNSPECIFIED;
-}
+static_assert(v1::BEGUN == static_cast<int>(TraceEventKind::kBegun) + 1);
 
 void FillEvent(const Job& job, const TraceEvent& event, v1::TraceEvent& to) {
-  to.set_kind(ToProto(event.kind));
+  to.set_kind(proto::EnumToProto<v1::TraceEventKind>(event.kind));
   to.set_step(event.step);
   to.set_chunk(event.chunk);
   // An event of the whole step has no chunk, and so no rank.

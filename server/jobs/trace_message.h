@@ -6,7 +6,7 @@
 #include <memory>
 #include <utility>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/diagnostics.pb.h"
 #include "cpu_optimizer_service/job/job.h"
 
 namespace ballast::server {

@@ -1,9 +1,9 @@
 // The service's end of memory shared with a rank's process on the same host: a memory file, sealed
-// against growing and shrinking, so that no access to its mapping is beyond its end.
+// against resizing, so that every access to its mapping is within the file.
 //
-// No seal keeps the other side from punching holes, which read as zeros and are filled again at the
-// next write. Only a system that never overcommits memory (vm.overcommit_memory is 2) and has none
-// left could refuse that page, and end this process.
+// A seal does not prevent the other side from punching holes. Holes read as zeros and are filled at
+// the next write. Only a system without overcommit (vm.overcommit_memory is 2) and without free
+// memory could refuse that page, and kill this process.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_H_
 #define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_H_
 
@@ -27,7 +27,7 @@ class SharedMemory final : public RankMemory {
   // `places` is empty. Keeps `reservation`.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(
       RankMemoryLayout places, MemoryBudget::Reservation reservation);
-  // The same in memory that outlives this process, under a name that is new.
+  // The same in memory that outlives this process, under a new name.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> CreateNamed(
       RankMemoryLayout places, MemoryBudget::Reservation reservation, NamedMemory& memory,
       const std::string& name);
@@ -45,7 +45,7 @@ class SharedMemory final : public RankMemory {
   int file_descriptor() const { return file_descriptor_; }  // This object still closes it.
 
   // The other process no longer uses the memory. The destructor then gives the pages back to the
-  // system, even if that process has kept a mapping; pages that it touches afterwards are not
+  // system, even if that process has kept a mapping. Pages that it touches afterwards are not
   // counted here.
   void PeerIsDone() const { peer_is_done_ = true; }
 
@@ -55,7 +55,7 @@ class SharedMemory final : public RankMemory {
 
   const RankMemoryLayout places_;
   const MemoryBudget::Reservation reservation_;
-  const std::unique_ptr<NamedArena> arena_;  // Null: file and mapping are this object's own.
+  const std::unique_ptr<NamedArena> arena_;  // Null: this object owns file and mapping.
   const int file_descriptor_;
   std::byte* const memory_;
   mutable std::atomic<bool> peer_is_done_ = false;

@@ -29,10 +29,14 @@ std::optional<std::string> SharedMemoryOffers::Add(const std::shared_ptr<Job>& j
   MutexLock lock(mutex_);
   DropDead(now);
   const auto found = open_.find(key);
-  if (found == open_.end() && open_.size() >= most_ && !MakeRoom(job->uid())) return std::nullopt;
   // Two calls of AttachWorker may arrive here in either order.
   if (found != open_.end() && found->second.claim.holder.generation > holder.generation) {
     return std::nullopt;
+  }
+  if (found == open_.end() && open_.size() >= most_) {
+    open_.erase(std::min_element(open_.begin(), open_.end(), [](const auto& a, const auto& b) {
+      return a.second.expires < b.second.expires;
+    }));
   }
   // The offer before it ends: a process that has been replaced must not get memory of the rank.
   open_.insert_or_assign(key, Offer{.token = token,
@@ -54,25 +58,6 @@ std::optional<SharedMemoryOffers::Claim> SharedMemoryOffers::Take(absl::string_v
   Claim claim = std::move(match->second.claim);
   open_.erase(match);
   return claim;
-}
-
-bool SharedMemoryOffers::MakeRoom(const std::string& uid) {
-  std::map<std::string, size_t> counts;
-  for (const auto& [key, offer] : open_) ++counts[key.first];
-  const auto most =
-      std::max_element(counts.begin(), counts.end(),
-                       [](const auto& a, const auto& b) { return a.second < b.second; });
-  // Nothing is taken from a job that would then have fewer than this one; otherwise two jobs could
-  // take offers from each other without an end.
-  if (most == counts.end() || most->second <= counts[uid] + 1) return false;
-  // All are valid equally long, so the oldest expires first.
-  auto oldest = open_.end();
-  for (auto offer = open_.begin(); offer != open_.end(); ++offer) {
-    if (offer->first.first != most->first) continue;
-    if (oldest == open_.end() || offer->second.expires < oldest->second.expires) oldest = offer;
-  }
-  open_.erase(oldest);
-  return true;
 }
 
 void SharedMemoryOffers::DropDead(Clock::time_point now) {

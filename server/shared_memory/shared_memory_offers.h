@@ -1,6 +1,5 @@
-// Tokens that AttachWorker has given out, each to one holder of a rank: the process that shows one
-// gets the rank's shared memory. A token is valid once, for a limited time, and until the rank's
-// next offer.
+// Tokens from AttachWorker, each for one holder of a rank. The process that shows a token gets the
+// rank's shared memory. A token is valid once, for a limited time, until the rank's next offer.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_OFFERS_H_
 #define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_OFFERS_H_
 
@@ -31,13 +30,12 @@ class SharedMemoryOffers {
 
   SharedMemoryOffers(size_t most, Clock::duration lifetime) : most_(most), lifetime_(lifetime) {}
 
-  // The token of a new offer; nullopt if a later holder of the rank has one already, if too many
-  // are open, or if the system has no random bytes. Where too many are open and another job has more
-  // of them than this one, that loses its oldest.
+  // The token of a new offer. nullopt: a later holder of the rank has one already, or the system
+  // has no random bytes. If `most` are open, the oldest ends.
   std::optional<std::string> Add(const std::shared_ptr<Job>& job, RankHolder holder,
                                  Clock::time_point now);
-  // Ends the offer that has this token, and returns its holder. nullopt: there is no such offer, or
-  // it has expired.
+  // Ends the offer with this token, and returns its holder. nullopt: the token is unknown or has
+  // expired.
   std::optional<Claim> Take(absl::string_view token, Clock::time_point now);
 
  private:
@@ -48,8 +46,6 @@ class SharedMemoryOffers {
     Clock::time_point expires;
   };
   void DropDead(Clock::time_point now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes room for one of the job with this uid; false if it has its share.
-  bool MakeRoom(const std::string& uid) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t most_;
   const Clock::duration lifetime_;

@@ -19,7 +19,6 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/helper_threads.h"
-#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "server/shared_memory/shared_memory.h"
 #include "server/shared_memory/shared_memory_offers.h"
@@ -36,8 +35,6 @@ constexpr size_t kMakers = 4;
 constexpr size_t kTakers = 2;
 // How long no peer is accepted after the process has run out of descriptors.
 constexpr auto kPauseWithoutRoom = std::chrono::seconds(1);
-// How long at most the server does nothing after a round for which it had no memory.
-constexpr int kPauseWithoutMemoryMs = 100;
 
 // Memory that a rank has.
 struct Grant {
@@ -93,12 +90,7 @@ absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim, const NamedBy& 
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<SharedMemory> memory,
                            MakeMemory(*job, rank, std::move(reservation), named));
   // May wait, too, for a decision and update under way.
-  const absl::Status given =
-      OrOutOfMemory([&] { return job->GiveRankMemory(claim.holder, memory); });
-  if (!given.ok()) {
-    job->DropRankMemory(rank, memory.get());  // It may have it all the same.
-    return given;
-  }
+  BALLAST_RETURN_IF_ERROR(job->GiveRankMemory(claim.holder, memory));
   return Grant{.claim = std::move(claim), .memory = std::move(memory)};
 }
 
@@ -122,11 +114,10 @@ class Mailbox {
   explicit Mailbox(FileDescriptor event) : event_(std::move(event)) {}  // An eventfd.
   const FileDescriptor& event() const { return event_; }  // Readable when something was put in.
 
-  // Takes what is in the list. Needs no memory: a helper could not tell of it otherwise.
-  void Put(FinishedList& done) {
+  void Put(Finished done) {
     {
       MutexLock lock(mutex_);
-      done_.splice(done_.end(), done);
+      done_.push_back(std::move(done));
     }
     Wake();
   }
@@ -199,16 +190,14 @@ class Reception {
   void Round();
   int PollTimeoutMs(Clock::time_point now) const;
   void Accept();
-  void MakeRoomForSilent();
   void OnReadable(uint64_t number);
   void Serve(uint64_t number, const std::string& token);
   std::vector<uint64_t> OthersOfRank(uint64_t number) const;
   void MakeIfAlone(uint64_t number);
   void MakeForParked(const SharedMemoryOffers::Claim& claim);
-  void MakeForAllParked();
   void Refuse(uint64_t number, absl::string_view why);
   void Leave(uint64_t number);
-  void FinishFirst();
+  void Finish(Finished done);
   void DropSilent(Clock::time_point now);
 
   const SharedMemoryServerLimits limits_;
@@ -220,30 +209,20 @@ class Reception {
   HelperThreads& takers_;
   Peers peers_;
   FinishedList finished_;
-  // A round ended without memory. What it had not done of `finished_` and of silent peers is done
-  // in the next; parked ones may wait for what will not come.
-  bool broken_off_ = false;
   uint64_t last_peer_ = 0;
-  size_t silent_ = 0;
   Clock::time_point closed_until_;
   bool warned_of_no_room_ = false;
 };
 
 void Reception::Run() {
-  while (mailbox_.Take(finished_)) {
-    if (RunsInMemory([this] { Round(); })) continue;
-    broken_off_ = true;
-    pollfd wait = {.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0};
-    poll(&wait, 1, kPauseWithoutMemoryMs);
-  }
+  while (mailbox_.Take(finished_)) Round();
 }
 
-// It may end anywhere with std::bad_alloc: what changes a peer's state does all that needs memory
-// before.
 void Reception::Round() {
-  while (!finished_.empty()) FinishFirst();
-  if (broken_off_) MakeForAllParked();
-  broken_off_ = false;
+  while (!finished_.empty()) {
+    Finish(std::move(finished_.front()));
+    finished_.pop_front();
+  }
   const Clock::time_point now = Clock::now();
   DropSilent(now);
   std::vector<pollfd> waits = {{.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0}};
@@ -292,7 +271,6 @@ void Reception::Accept() {
     }
     if (result != AcceptResult::kAccepted) return;
     warned_of_no_room_ = false;
-    MakeRoomForSilent();
     if (peers_.size() >= limits_.peers) {
       SendRefusal(connection, "too many connections");
       continue;
@@ -304,16 +282,7 @@ void Reception::Accept() {
                                 .silent_until = Clock::now() + limits_.silence,
                                 .claim = {},
                                 .grant = {}});
-    ++silent_;
     OnReadable(number);  // A correct client has sent its token by now.
-  }
-}
-
-void Reception::MakeRoomForSilent() {
-  if (silent_ < limits_.silent_peers) return;
-  // In the order of arrival: the first is the oldest.
-  for (const auto& [number, peer] : peers_) {
-    if (peer.state == Peer::State::kSilent) return Refuse(number, "too many connections");
   }
 }
 
@@ -329,13 +298,13 @@ void Reception::OnReadable(uint64_t number) {
   // A peer that has its memory sends nothing more: it has disconnected, or broken the protocol.
   if (state == Peer::State::kServed) return Leave(number);
   if (received == Received::kToken) return Serve(number, token);
-  Refuse(number, received == Received::kEnd ? "no token was shown" : "not a token");
+  Refuse(number, received == Received::kEnd ? "no token was sent" : "the message is not a token");
 }
 
 void Reception::Serve(uint64_t number, const std::string& token) {
   std::optional<SharedMemoryOffers::Claim> claim = offers_.Take(token, Clock::now());
   if (!claim) {
-    return Refuse(number, "no offer has this token: it was used, or replaced, or is too old");
+    return Refuse(number, "this token is not valid: it was used or replaced, or has expired");
   }
   Peer& peer = peers_.at(number);
   peer.claim = *std::move(claim);
@@ -346,7 +315,6 @@ void Reception::Serve(uint64_t number, const std::string& token) {
     }
   }
   peer.state = Peer::State::kParked;
-  --silent_;
   MakeIfAlone(number);
 }
 
@@ -367,23 +335,13 @@ void Reception::MakeIfAlone(uint64_t number) {
   for (const uint64_t other : others) {
     if (peers_.at(other).state == Peer::State::kServed) Leave(other);
   }
-  // Those that leave, or whose memory is being made, end in FinishFirst, which comes back here.
+  // Those that leave, or whose memory is being made, end in Finish, which comes back here.
   if (!others.empty()) return;
   Peer& peer = peers_.at(number);
-  // With its node, so that telling of the end takes no memory (Mailbox::Put).
-  const auto done = std::make_shared<FinishedList>(1);
-  makers_.Run([&mailbox = mailbox_, done, number, claim = peer.claim, named = named_] {
-    done->front().peer = number;
-    done->front().grant = OrOutOfMemory([&] { return MakeGrant(claim, named); });
-    mailbox.Put(*done);
+  makers_.Run([&mailbox = mailbox_, number, claim = peer.claim, named = named_] {
+    mailbox.Put({.peer = number, .grant = MakeGrant(claim, named)});
   });
   peer.state = Peer::State::kWaiting;
-}
-
-void Reception::MakeForAllParked() {
-  for (const auto& [number, peer] : peers_) {
-    if (peer.state == Peer::State::kParked) MakeIfAlone(number);
-  }
 }
 
 void Reception::MakeForParked(const SharedMemoryOffers::Claim& claim) {
@@ -399,49 +357,37 @@ void Reception::Refuse(uint64_t number, absl::string_view why) {
   const auto found = peers_.find(number);
   spdlog::debug("no shared memory for process {}: {}", found->second.process, std::string(why));
   SendRefusal(found->second.connection, why);
-  if (found->second.state == Peer::State::kSilent) --silent_;
   peers_.erase(found);
 }
 
 void Reception::Leave(uint64_t number) {
   Peer& peer = peers_.at(number);
   spdlog::debug("process {} has given up its shared memory", peer.process);
-  const auto done = std::make_shared<FinishedList>(1);
-  // The task has a copy of the grant: if there is no memory for it, the peer still has its own.
-  takers_.Run([&mailbox = mailbox_, done, number, grant = *peer.grant]() mutable {
-    done->front().peer = number;
-    (void)RunsInMemory([&] { TakeBack(std::move(grant)); });
-    mailbox.Put(*done);
+  takers_.Run([&mailbox = mailbox_, number, grant = *std::exchange(peer.grant, {})]() mutable {
+    TakeBack(std::move(grant));
+    mailbox.Put({.peer = number});
   });
   peer.state = Peer::State::kLeaving;
   peer.connection = FileDescriptor();
-  peer.grant.reset();
 }
 
-void Reception::FinishFirst() {
-  Finished& done = finished_.front();
+void Reception::Finish(Finished done) {
   const uint64_t number = done.peer;
   // While a helper works for a peer, the peer is erased nowhere but here.
   Peer& peer = peers_.at(number);
   const SharedMemoryOffers::Claim claim = peer.claim;
-  // Each case takes `done` out once it can no longer fail for want of memory: a round that breaks
-  // off before does it again.
   if (peer.state == Peer::State::kLeaving) {
     peers_.erase(number);
-    finished_.pop_front();
   } else if (!done.grant.ok()) {
     const std::string why(done.grant.status().message());
     spdlog::warn("no shared memory for rank {}, process {}: {}", claim.holder.rank, peer.process,
                  why);
     Refuse(number, why);
-    finished_.pop_front();
   } else {
     peer.state = Peer::State::kServed;
     peer.grant = *std::move(done.grant);
-    finished_.pop_front();
     spdlog::debug("process {} shares memory for rank {}", peer.process, claim.holder.rank);
-    // The peer may have gone while its memory was made. If there is no memory for Leave, the next
-    // round sees that the connection has ended.
+    // The peer may have gone while its memory was made.
     if (!SendGrant(peer.connection, peer.grant->memory->file_descriptor())) Leave(number);
   }
   MakeForParked(claim);
@@ -453,7 +399,7 @@ void Reception::DropSilent(Clock::time_point now) {
   for (const auto& [number, peer] : peers_) {
     if (peer.state == Peer::State::kSilent && peer.silent_until <= now) late.push_back(number);
   }
-  for (const uint64_t number : late) Refuse(number, "no token was shown in time");
+  for (const uint64_t number : late) Refuse(number, "no token was sent in time");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The system calls of the shared memory's side socket, and the messages of its protocol
-// (proto/shared_memory_protocol.h). Nothing here blocks.
+// The system calls of shared memory's socket, and the messages of its protocol
+// (proto/shared_memory_protocol.h). No function here blocks.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SOCKET_H_
 #define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SOCKET_H_
 
@@ -22,12 +22,12 @@ enum class AcceptResult : uint8_t {
 };  // kNoRoom: no descriptor is left.
 AcceptResult AcceptPeer(const FileDescriptor& listener, FileDescriptor& peer);
 
-// The process that connected, by its id; 0 if the system does not know it.
+// The id of the process that connected; 0 if the system does not know it.
 int ProcessOf(const FileDescriptor& peer);
 
-// What a peer has sent: a token; nothing so far; the end of its connection; something else.
+// What a peer has sent: a token; nothing so far; the end of its connection; invalid bytes.
 enum class Received : uint8_t { kToken, kNothing, kEnd, kJunk };
-// Descriptors that arrive with it are never taken.
+// Descriptors that arrive with it are closed.
 Received ReceiveToken(const FileDescriptor& peer, std::string& token);
 
 // False if the peer has disconnected.

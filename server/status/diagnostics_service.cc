@@ -3,18 +3,19 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
 #include <memory>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/version.h"
+#include "proto/status.h"
 #include "server/access/access.h"
-#include "server/jobs/unary_call.h"
 #include "server/status/metrics.h"
-#include "server/status/process_facts.h"
-#include "server/status/thread_facts.h"
+#include "server/status/page_messages.h"
+#include "server/unary_call.h"
 
 namespace ballast::server {
 namespace {
@@ -40,6 +41,12 @@ void AddHost(v1::ServiceDescription& response) {
                            "/sys/kernel/mm/transparent_hugepage/enabled"}) {
     if (std::string text = ReadSome(file); !text.empty()) host[file] = std::move(text);
   }
+  // Names, states and ticks of the threads, as proc(5) has them.
+  std::string& threads = host["/proc/self/task"];
+  std::error_code error;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task", error)) {
+    threads += ReadSome(thread.path() / "stat");
+  }
   utsname system = {};
   if (uname(&system) == 0) {
     host["uname"] = absl::StrCat(system.sysname, " ", system.release, " ", system.version, " ",
@@ -47,33 +54,18 @@ void AddHost(v1::ServiceDescription& response) {
   }
 }
 
-void AddThreads(v1::ServiceDescription& response) {
-  for (ThreadFacts& facts : ReadThreads()) {
-    v1::ThreadDescription& thread = *response.add_threads();
-    thread.set_id(facts.id);
-    thread.set_name(facts.name);
-    thread.set_state(std::string(1, facts.state));
-    thread.set_cpu_seconds(facts.cpu_seconds);
-    for (std::string& frame : facts.stack) thread.add_stack(std::move(frame));
-  }
-}
-
 }  // namespace
 
 absl::StatusOr<v1::ServiceDescription> DiagnosticsService::Describe(const Caller& caller) const {
   BALLAST_RETURN_IF_ERROR(caller.CheckAllJobs());
-  v1::ServiceDescription response;
-  response.set_version(BallastVersion());
-  response.set_instance_id(engine_.instance_id());
-  response.set_process_id(getpid());
-  response.set_start_time_seconds(ReadProcessFacts().start_time_seconds);
+  const Server& server = *server_.load();
+  v1::ServiceDescription response = ProcessMessage(engine_, server, process_.history);
   response.mutable_settings()->insert(process_.settings.begin(), process_.settings.end());
-  AddThreads(response);
   if (process_.last_log_lines) {
     for (std::string& line : process_.last_log_lines()) response.add_log_lines(std::move(line));
   }
   // Of all jobs, because the caller is an operator of all, as checked above.
-  response.set_metrics(MetricsText(engine_, *server_.load(), process_.history));
+  response.set_metrics(MetricsText(engine_, server, process_.history));
   for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
     (*response.mutable_gates())[job->spec().name] = job->Status().gate;
   }
@@ -88,7 +80,7 @@ grpc::ServerUnaryReactor* DiagnosticsService::DescribeService(grpc::CallbackServ
   const Server* const server = server_;
   if (server == nullptr) {
     grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-    reactor->Finish(EndOf(absl::UnavailableError("the service is starting; try again")));
+    reactor->Finish(proto::ToGrpc(absl::UnavailableError("the service is starting; try again")));
     return reactor;
   }
   return UnaryCall::Run<v1::DescribeServiceRequest>(

@@ -1,4 +1,4 @@
-// DiagnosticsService: what a bug report needs to know of this process.
+// DiagnosticsService: data about this process for a bug report.
 #ifndef BALLAST_SERVER_STATUS_DIAGNOSTICS_SERVICE_H_
 #define BALLAST_SERVER_STATUS_DIAGNOSTICS_SERVICE_H_
 
@@ -32,8 +32,8 @@ class DiagnosticsService final
   // The engine outlives it.
   DiagnosticsService(const Engine& engine, ProcessDescription process)
       : engine_(engine), process_(std::move(process)) {}
-  // Whose metrics it shows, and who may call, from now on. The server outlives all calls, which are
-  // refused before.
+  // The server whose metrics and callers count from now on. It outlives all calls. Calls before
+  // that are refused.
   void Describes(const Server& server) { server_ = &server; }
 
   grpc::ServerUnaryReactor* DescribeService(grpc::CallbackServerContext* context,
@@ -41,7 +41,7 @@ class DiagnosticsService final
                                             grpc::ByteBuffer* response) override;
 
  private:
-  // It shows the whole service, so it takes an operator of all jobs that there may be.
+  // It shows the whole service, so it takes an operator of all possible jobs.
   absl::StatusOr<v1::ServiceDescription> Describe(const Caller& caller) const;
 
   const Engine& engine_;

@@ -1,16 +1,16 @@
-// A connection of HTTP's, plain or with TLS, none of whose operations waits.
+// An HTTP connection, plain or with TLS, with time limits for its peer.
 #ifndef BALLAST_SERVER_STATUS_HTTP_CONNECTION_H_
 #define BALLAST_SERVER_STATUS_HTTP_CONNECTION_H_
 
 #include <openssl/types.h>
 
-#include <cstddef>
-#include <cstdint>
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
-#include "absl/status/status.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
@@ -18,63 +18,49 @@
 
 namespace ballast::server {
 
-// The service's certificate and key, and whose certificates clients may show. Immutable.
+// The service's certificate and key, and the authorities of clients' certificates. Immutable.
 using HttpTls = std::shared_ptr<SSL_CTX>;
 
-// Null where there is no certificate. INVALID_ARGUMENT, in one line, for files that are missing or
-// wrong. Clients may show a certificate and need not: probes have none.
+// Null without a certificate. INVALID_ARGUMENT, in one line, for files that are missing or wrong.
+// Clients' certificates are optional, because probes have none.
 absl::StatusOr<HttpTls> ReadHttpTls(const AccessOptions& options);
 
-// Not thread-safe.
+// The common name of the peer's certificate, or its first alternative name, as in gRPC's
+// connections. Empty: the certificate has no name that fits into a line. nullopt: the peer has
+// shown no certificate. `session` may be null.
+std::optional<std::string> CertificateName(const SSL* session);
+
+// Not thread-safe. Each call blocks until the peer has acted, or its time is over.
 class HttpConnection {
  public:
-  // The socket does not block. `tls` null: nothing is encrypted.
-  HttpConnection(FileDescriptor socket, HttpTls tls);
-  ~HttpConnection();
+  // Whether others wait for this thread: then the peer has less time.
+  using IsHurried = std::function<bool()>;
 
-  // What an operation waits for before it can go on, if it is called again.
-  enum class Needs : uint8_t { kNothing, kRead, kWrite };
-  struct Moved {
-    Needs needs = Needs::kNothing;
-    size_t bytes = 0;  // With kNothing. 0 of Read: the peer has ended.
-  };
+  // The socket does not block. `tls` null: no encryption.
+  HttpConnection(FileDescriptor socket, const HttpTls& tls, IsHurried is_hurried);
 
-  // Before anything else: TLS's handshake, if there is TLS. FAILED_PRECONDITION: the peer speaks HTTP
-  // without TLS, and so does this connection now, so that it can say so. UNAUTHENTICATED: it has
-  // ended, or takes or shows no certificate that will do. RESOURCE_EXHAUSTED: it sends too much.
-  absl::StatusOr<Needs> Open();
-
-  // Some bytes of the peer's, or to it. Errors: the connection is of no more use.
-  absl::StatusOr<Moved> Read(char* buffer, size_t bytes);
-  absl::StatusOr<Moved> Write(absl::string_view text);
-
-  // Tells the peer that this is the end.
+  // The head of a request, including its empty line, or a prefix that is too long for one. The TLS
+  // handshake comes first. nullopt: the peer has not sent that much in time.
+  std::optional<std::string> ReadHead();
+  // False: the peer has not read it in time.
+  bool Write(absl::string_view text);
+  // Tells the peer that the connection ends.
   void End();
-  // Then: takes what it still sends, so that it reads all that was written. kRead: it has not ended.
-  Needs Discard();
 
-  std::string peer() const;  // As gRPC names it: "ipv4:127.0.0.1:50051".
-  // The common name of the certificate that it has shown, or the first of its other names where it
-  // has none, as for gRPC's connections; empty: that has none that fits into a line. nullopt: it has
-  // shown none.
-  std::optional<std::string> certificate_name() const;
-
-  int socket() const { return socket_.number(); }
+  std::string peer() const;                              // gRPC's name for it.
+  const SSL* session() const { return session_.get(); }  // Null: plain.
 
  private:
-  // What a peer may send in all, its handshake included. TLS goes on within one call for as long as
-  // records come that are not data, of which a peer may send any number.
-  static constexpr size_t kMostBytes = size_t{256} << 10;
-
-  void LimitReads();  // Of the session's socket.
-  // After an operation of TLS that returned `result`: what it needs to be tried again.
-  absl::StatusOr<Needs> NeedsOfTls(int result) const;
+  bool Handshake();
+  // Repeats `operation`, as SSL_read, until it returns a positive value. False: it fails.
+  bool Try(short events, absl::FunctionRef<int()> operation);  // NOLINT: poll's type.
+  bool Await(short events) const;                              // NOLINT
 
   FileDescriptor socket_;
-  HttpTls tls_;
-  SSL* session_ = nullptr;
-  size_t bytes_left_ = kMostBytes;  // Of TLS.
-  size_t discarded_ = 0;
+  std::unique_ptr<SSL, void (*)(SSL*)> session_;
+  const IsHurried is_hurried_;
+  std::chrono::steady_clock::time_point begun_;  // Begin of the peer's current action.
+  std::chrono::milliseconds patience_{};         // For that action.
 };
 
 }  // namespace ballast::server

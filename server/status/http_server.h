@@ -1,14 +1,14 @@
-// A small HTTP server for looking: it answers GET and HEAD, and changes nothing.
+// A small read-only HTTP server for GET and HEAD.
 //
-//   auto server = HttpServer::Start({.listen = "127.0.0.1:7071"}, [](const HttpRequest& request) {
+//   auto server = HttpServer::Start({.listen = "127.0.0.1:7071"}, [](const httplib::Request& request) {
 //     return request.path == "/live" ? HttpAnswer{.body = "ok\n"} : NotFound();
 //   });
 //
-// A peer that says nothing, stops in the middle, or does not read has no thread, so that what peers
-// here cost has a bound and the training never notices: some threads answer what has arrived whole.
+// cpp-httplib reads requests and writes answers. README.md has the bounds on what peers cost.
 #ifndef BALLAST_SERVER_STATUS_HTTP_SERVER_H_
 #define BALLAST_SERVER_STATUS_HTTP_SERVER_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -16,36 +16,44 @@
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "server/access/access_options.h"
 #include "server/address.h"
-#include "server/status/http_exchange.h"
-#include "server/status/http_request.h"
+
+namespace httplib {
+struct Request;
+}  // namespace httplib
 
 namespace ballast::server {
 
+struct HttpAnswer {
+  int code = 200;
+  std::string content_type = "text/plain; charset=utf-8";
+  std::string body;
+};
+
 struct HttpOptions {
-  // "HOST:PORT", "[IPV6]:PORT" or "PORT" of 127.0.0.1. Port 0: the system chooses.
+  // "HOST:PORT", "[IPV6]:PORT", or "PORT" on 127.0.0.1. Port 0: the system chooses.
   std::string listen;
-  bool allow_remote = false;  // Other hosts may reach it, whatever they may see there.
-  // With a certificate the port speaks TLS, and nothing else. Its files are read again when they
-  // change.
+  bool allow_remote = false;  // Allow addresses that other hosts can reach without authentication.
+  // With a certificate the port speaks only TLS. Its files are read again when they change.
   AccessOptions access;
 };
 
 class HttpServer {
  public:
-  // Called from several threads at once. What it throws is answered with 500.
-  using Handler = HttpExchange::Answerer;
+  // Called from several threads at once. An exception is answered with 500. `remote_addr` is gRPC's
+  // name for the peer, `ssl` its session, null without TLS.
+  using Handler = std::function<HttpAnswer(const httplib::Request&)>;
 
-  // Where it is to listen. INVALID_ARGUMENT: another form of address; one that other hosts reach,
-  // where neither `allow_remote` is set nor TLS tells who they are; tokens that would go there
-  // without TLS.
+  // The address to listen on. INVALID_ARGUMENT: malformed; reachable by other hosts without
+  // `allow_remote` and without TLS that authenticates them; or tokens would go there without TLS.
   static absl::StatusOr<Address> ParseListen(const HttpOptions& options);
 
-  // INVALID_ARGUMENT: as ParseListen, or wrong files. UNAVAILABLE: it cannot be listened on, such as
-  // a taken port. With `memory`, nullable, its keeper has the sockets, too (Listener::Add).
+  // INVALID_ARGUMENT: as in ParseListen, or wrong files. UNAVAILABLE: the address cannot be used,
+  // for example a taken port. With `memory`, nullable, its keeper has the sockets, too
+  // (ListeningSockets::Add).
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const HttpOptions& options,
                                                            Handler handler,
                                                            NamedMemory* memory = nullptr);
-  ~HttpServer();  // Waits for answers that are being made.
+  ~HttpServer();  // Waits for answers in progress.
 
   // "127.0.0.1:7071", with the port that the system chose.
   const std::string& address() const;

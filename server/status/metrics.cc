@@ -2,10 +2,15 @@
 
 #include <prometheus/metric_family.h>
 #include <prometheus/text_serializer.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <ctime>
 #include <deque>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -14,10 +19,13 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "proto/status.h"
-#include "server/status/process_facts.h"
+#include "server/jobs/job_message.h"
+#include "server/listener.h"
 
 namespace ballast::server {
 namespace {
@@ -28,6 +36,13 @@ using Labels = std::vector<std::pair<std::string, std::string>>;
 
 // A job may have thousands of groups, each of which would be series of its own.
 constexpr size_t kMostLabelledGroups = 32;
+
+const absl::Time kProgramStart = absl::Now();
+
+int64_t Entries(const char* folder) {
+  std::error_code ignored;
+  return std::distance(std::filesystem::directory_iterator(folder, ignored), {});
+}
 
 // Families in the order of their first sample.
 class Families {
@@ -107,7 +122,7 @@ void AddProcess(Families& to) {
   to.Gauge("process_open_fds", "Open file descriptors.", {},
            static_cast<double>(facts.open_descriptors));
   to.Gauge("process_max_fds", "The most file descriptors that the process may open.", {},
-           static_cast<double>(facts.most_descriptors));
+           static_cast<double>(RaiseDescriptorLimit()));
 }
 
 void AddHistory(const ServiceHistory& history, Families& to) {
@@ -282,8 +297,13 @@ void AddRanks(const std::string& job, const JobStatus& status, Families& to) {
   to.Gauge("ballast_ranks", "Ranks of the job.", of_job, static_cast<double>(status.ranks.size()));
   to.Gauge("ballast_ranks_attached", "Ranks that a process has.", of_job,
            static_cast<double>(std::count_if(status.ranks.begin(), status.ranks.end(), attached)));
+  // Those that have not sealed the open step, once another one has, or have not voted on it.
+  const auto awaited = [&status](const RankProgress& rank) {
+    return status.seconds_since_first_seal.has_value() &&
+           !(status.phase == JobPhase::kVoting ? rank.voted : rank.sealed);
+  };
   to.Gauge("ballast_ranks_awaited", "Ranks that others, which have sealed, wait for.", of_job,
-           static_cast<double>(AwaitedRanks(status).size()));
+           static_cast<double>(std::count_if(status.ranks.begin(), status.ranks.end(), awaited)));
   to.Gauge("ballast_awaiting_seconds", "Since when they wait; 0: none waits.", of_job,
            status.seconds_since_first_seal.value_or(0));
   to.Gauge("ballast_step_open_seconds", "Since when the step in progress is open; 0: none is.",
@@ -332,9 +352,11 @@ void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to
   // One copy, made under the job's lock: all that is taken from it is of one instant.
   const JobStatus status = job.Status();
   // A series for each phase, so that an alert names a phase and knows no numbers.
-  for (const JobPhase phase : kJobPhases) {
+  for (int phase = v1::AWAITING_WEIGHTS; phase <= v1::BROKEN; ++phase) {
+    const std::string& text = v1::JobPhase_Name(static_cast<v1::JobPhase>(phase));
     to.Gauge("ballast_job_phase", "1 for the phase that the job is in, 0 for the others.",
-             {{"job_name", name}, {"phase", NameOf(phase)}}, phase == status.phase ? 1 : 0);
+             {{"job_name", name}, {"phase", absl::AsciiStrToLower(text)}},
+             phase == ToMessage(status.phase) ? 1 : 0);
   }
   to.Gauge("ballast_job_broken",
            "1: the job can do no more, for want of memory or after a load that did not end.",
@@ -354,6 +376,18 @@ void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to
 }
 
 }  // namespace
+
+ProcessFacts ReadProcessFacts() {
+  ProcessFacts facts = {
+      .start_time_seconds = absl::ToDoubleSeconds(kProgramStart - absl::UnixEpoch()),
+      .cpu_seconds = static_cast<double>(std::clock()) / CLOCKS_PER_SEC,
+      .threads = Entries("/proc/self/task"),
+      .open_descriptors = Entries("/proc/self/fd")};
+  std::ifstream("/proc/self/statm") >> facts.virtual_bytes >> facts.resident_bytes;  // In pages.
+  facts.virtual_bytes *= getpagesize();
+  facts.resident_bytes *= getpagesize();
+  return facts;
+}
 
 std::string MetricsText(const Engine& engine, const Server& server, const ServiceHistory& history,
                         const Viewer& viewer) {

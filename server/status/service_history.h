@@ -1,4 +1,4 @@
-// What a service's process was told, or has seen, at its start.
+// Data about the start of a service's process.
 #ifndef BALLAST_SERVER_STATUS_SERVICE_HISTORY_H_
 #define BALLAST_SERVER_STATUS_SERVICE_HISTORY_H_
 
@@ -7,7 +7,7 @@
 namespace ballast::server {
 
 struct ServiceHistory {
-  uint64_t deaths = 0;  // Of processes of this service before this one, as its parent counts them.
+  uint64_t deaths = 0;  // Crashes of earlier processes of this service, by its parent's count.
   double recovery_seconds =
       0;  // What taking over their jobs took; 0: there was nothing to take over.
 };

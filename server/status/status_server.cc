@@ -1,5 +1,7 @@
 #include "server/status/status_server.h"
 
+#include <httplib.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -17,25 +19,24 @@
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "google/protobuf/util/json_util.h"
+#include "proto/message_json.h"
 #include "server/jobs/history_message.h"
-#include "server/status/job_json.h"
+#include "server/status/http_connection.h"
 #include "server/status/metrics.h"
 #include "server/status/page.h"
-#include "server/status/state_json.h"
+#include "server/status/page_messages.h"
 
 namespace ballast::server {
 namespace {
 
-using nlohmann::json;
-
-// Text that is not UTF-8 is shown with marks in its place.
-std::string Dump(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
 HttpAnswer JsonAnswer(std::string text, int code = 200) {
   return {.code = code, .content_type = "application/json", .body = std::move(text)};
+}
+
+// {"error": "..."}. Text that is not UTF-8 is shown with marks in its place.
+HttpAnswer Says(const char* what, absl::string_view why, int code) {
+  const nlohmann::json said = {{what, std::string(why)}};
+  return JsonAnswer(said.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), code);
 }
 
 HttpAnswer NotReady(absl::string_view why) {
@@ -60,37 +61,40 @@ int CodeOf(const absl::Status& status) {
 }
 
 HttpAnswer Failure(const absl::Status& status) {
-  const int code = CodeOf(status);
-  return JsonAnswer(Dump({{"error", std::string(status.message())}}), code);
+  return Says("error", status.message(), CodeOf(status));
 }
 
-HttpAnswer ToAnswer(const absl::StatusOr<json>& value) {
+HttpAnswer ToAnswer(absl::StatusOr<std::string> json) {
   // No error of the caller's, so a browser need not log it as one.
-  if (absl::IsUnavailable(value.status()) || absl::IsResourceExhausted(value.status())) {
-    return JsonAnswer(Dump({{"unavailable", std::string(value.status().message())}}));
+  if (absl::IsUnavailable(json.status()) || absl::IsResourceExhausted(json.status())) {
+    return Says("unavailable", json.status().message(), 200);
   }
-  return value.ok() ? JsonAnswer(Dump(*value)) : Failure(value.status());
+  return json.ok() ? JsonAnswer(*std::move(json)) : Failure(json.status());
+}
+HttpAnswer ToAnswer(const google::protobuf::Message& message) {
+  return ToAnswer(proto::ToJson(message));
+}
+template <typename Message>
+HttpAnswer ToAnswer(const absl::StatusOr<Message>& message) {
+  return message.ok() ? ToAnswer(*message)
+                      : ToAnswer(absl::StatusOr<std::string>(message.status()));
 }
 
 // The query's number of this name; 0 if it has none.
 template <typename Number>
-Number NumberOf(const HttpRequest& request, const std::string& name) {
+Number NumberOf(const httplib::Request& request, const std::string& name) {
   Number number = 0;
-  return absl::SimpleAtoi(request.Get(name), &number) ? number : 0;
+  return absl::SimpleAtoi(request.get_param_value(name), &number) ? number : 0;
 }
 
-// protobuf's JSON form of JobHistory, in as many entries as a chart can show.
-HttpAnswer HistoryAnswer(const Job& job, const HttpRequest& request) {
+// In as many entries as a chart can show.
+v1::JobHistory HistoryMessage(const Job& job, const httplib::Request& request) {
   constexpr uint32_t kMostEntries = 1000;
   const auto entries = NumberOf<uint32_t>(request, "entries");  // 0: it does not say.
-  const v1::JobHistory history = ToMessage(
+  return ToMessage(
       job.History({.first_step = NumberOf<uint64_t>(request, "first"),
                    .last_step = NumberOf<uint64_t>(request, "last"),
                    .max_entries = entries > 0 ? std::min(entries, kMostEntries) : kMostEntries}));
-  std::string text;
-  const auto written = google::protobuf::util::MessageToJsonString(history, &text);
-  return written.ok() ? JsonAnswer(std::move(text))
-                      : Failure(absl::InternalError(written.message().as_string()));
 }
 
 // The same answers for all who look at the same time, however many they are.
@@ -142,16 +146,15 @@ struct StatusServer::Shown {
   Shown(Engine& engine, const Server& server, const ServiceHistory& history)
       : engine(engine), server(server), history(history) {}
 
-  HttpAnswer Answer(const HttpRequest& request);
-  HttpAnswer AnswerApi(const HttpRequest& request, const Viewer& viewer);
+  HttpAnswer Answer(const httplib::Request& request);
+  HttpAnswer AnswerApi(const httplib::Request& request, const Viewer& viewer);
   // UNAUTHENTICATED, PERMISSION_DENIED.
-  absl::StatusOr<Viewer> WhoLooks(const HttpRequest& request) const;
+  absl::StatusOr<Viewer> WhoLooks(const httplib::Request& request) const;
   // The one that the query names, if the viewer may see it.
-  absl::StatusOr<std::shared_ptr<Job>> JobOf(const HttpRequest& request,
+  absl::StatusOr<std::shared_ptr<Job>> JobOf(const httplib::Request& request,
                                              const Viewer& viewer) const;
   // One of a kind at a time: each may take seconds, and a thread.
-  HttpAnswer AnswerAlone(std::mutex& kind, const absl::StatusOr<std::shared_ptr<Job>>& job,
-                         const std::function<absl::StatusOr<json>(Job&)>& make);
+  static HttpAnswer AnswerAlone(std::mutex& kind, const std::function<HttpAnswer()>& make);
 
   Engine& engine;
   const Server& server;
@@ -162,7 +165,7 @@ struct StatusServer::Shown {
 };
 
 struct StatusServer::Impl {
-  HttpAnswer Answer(const HttpRequest& request);
+  HttpAnswer Answer(const httplib::Request& request);
 
   std::unique_ptr<Shown> shown;
   std::atomic<Shown*> visible = nullptr;  // `shown`, once it is there.
@@ -170,15 +173,16 @@ struct StatusServer::Impl {
   std::unique_ptr<HttpServer> http;  // Ends first.
 };
 
-absl::StatusOr<Viewer> StatusServer::Shown::WhoLooks(const HttpRequest& request) const {
-  return server.access().AdmitViewer({.authorization = request.authorization,
-                                      .certificate_name = request.certificate_name,
-                                      .peer = request.peer});
+absl::StatusOr<Viewer> StatusServer::Shown::WhoLooks(const httplib::Request& request) const {
+  const std::string authorization = request.get_header_value("Authorization");
+  return server.access().AdmitViewer({.authorization = authorization,
+                                      .certificate_name = CertificateName(request.ssl),
+                                      .peer = request.remote_addr});
 }
 
-absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const HttpRequest& request,
+absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const httplib::Request& request,
                                                                 const Viewer& viewer) const {
-  const std::string name = request.Get("job");
+  const std::string name = request.get_param_value("job");
   BALLAST_RETURN_IF_ERROR(CheckJobName(name));
   // Before it is looked for: the answer must not tell whether there is such a job.
   if (viewer.has_value()) BALLAST_RETURN_IF_ERROR(viewer->Check(name));
@@ -186,52 +190,49 @@ absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const HttpReques
 }
 
 HttpAnswer StatusServer::Shown::AnswerAlone(std::mutex& kind,
-                                            const absl::StatusOr<std::shared_ptr<Job>>& job,
-                                            const std::function<absl::StatusOr<json>(Job&)>& make) {
-  if (!job.ok()) return Failure(job.status());
+                                            const std::function<HttpAnswer()>& make) {
   // It does not wait: whoever waits would keep one of the few threads.
   const std::unique_lock lock(kind, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    return ToAnswer(absl::UnavailableError("another page asks for the same; try again"));
-  }
-  return ToAnswer(make(**job));
+  return lock.owns_lock() ? make()
+                          : Says("unavailable", "another page asks for the same; try again", 200);
 }
 
-HttpAnswer StatusServer::Shown::AnswerApi(const HttpRequest& request, const Viewer& viewer) {
-  if (request.path == "/api/service") {
-    // No job's uid begins so.
-    const std::string key = absl::StrCat("/api/", viewer.has_value() ? viewer->principal() : "");
-    return cache.Get(key, [&] { return ToAnswer(ServiceJson(engine, server, history, viewer)); });
+HttpAnswer StatusServer::Shown::AnswerApi(const httplib::Request& request, const Viewer& viewer) {
+  const std::string& path = request.path;
+  if (path == "/api/service") {
+    return cache.Get(path, [&] { return ToAnswer(ProcessMessage(engine, server, history)); });
   }
-  const auto job = JobOf(request, viewer);
-  if (request.path == "/api/job") {
-    if (!job.ok()) return Failure(job.status());
+  if (path == "/api/jobs") {
+    const std::string key = absl::StrCat(path, "/", viewer.has_value() ? viewer->principal() : "");
+    return cache.Get(key, [&] { return ToAnswer(JobsMessage(engine, viewer)); });
+  }
+  if (!request.has_param("job")) {
+    return Failure(absl::NotFoundError(absl::StrCat("there is no ", path, " without ?job=NAME")));
+  }
+  const absl::StatusOr<std::shared_ptr<Job>> job = JobOf(request, viewer);
+  if (!job.ok()) return Failure(job.status());
+  if (path == "/api/job") {
     // The same for all viewers: JobOf has found that this one may see the job.
-    return cache.Get((*job)->uid(), [&] { return ToAnswer(JobJson(engine, **job)); });
+    return cache.Get((*job)->uid(), [&] { return ToAnswer(JobMessage(engine, **job)); });
   }
-  if (request.path == "/api/history") {
-    if (!job.ok()) return Failure(job.status());
-    return HistoryAnswer(**job, request);
+  if (path == "/api/history") return ToAnswer(HistoryMessage(**job, request));
+  if (path == "/api/parameters") {
+    return ToAnswer(ParametersJson(**job, request.get_param_value("match")));
   }
-  if (request.path == "/api/parameters") {
-    if (!job.ok()) return Failure(job.status());
-    return ToAnswer(ParametersJson(**job, request.Get("match")));
+  if (path == "/api/distribution") {
+    return AnswerAlone(distribution, [&] {
+      return ToAnswer(SummaryMessage(*job, request.get_param_value("parameter")));
+    });
   }
-  if (request.path == "/api/distribution") {
-    return AnswerAlone(distribution, job,
-                       [&](Job& job) { return DistributionJson(job, request.Get("parameter")); });
+  if (path == "/api/timeline") {
+    const int asked = NumberOf<int>(request, "patience");
+    const int patience_seconds = asked == 0 ? 60 : std::clamp(asked, 1, 60);
+    return AnswerAlone(timeline, [&] { return ToAnswer(TraceMessage(*job, patience_seconds)); });
   }
-  if (request.path == "/api/timeline") {
-    int patience_seconds = 0;
-    if (!absl::SimpleAtoi(request.Get("patience"), &patience_seconds)) patience_seconds = 60;
-    patience_seconds = std::clamp(patience_seconds, 1, 60);
-    return AnswerAlone(timeline, job,
-                       [=](Job& job) { return TimelineJson(job, patience_seconds); });
-  }
-  return Failure(absl::NotFoundError(absl::StrCat("there is no ", request.path)));
+  return Failure(absl::NotFoundError(absl::StrCat("there is no ", path)));
 }
 
-HttpAnswer StatusServer::Shown::Answer(const HttpRequest& request) {
+HttpAnswer StatusServer::Shown::Answer(const httplib::Request& request) {
   if (request.path == "/ready") {
     return server.serving() ? HttpAnswer{.body = "ready\n"} : NotReady("the service is draining");
   }
@@ -248,7 +249,7 @@ HttpAnswer StatusServer::Shown::Answer(const HttpRequest& request) {
   return AnswerApi(request, *viewer);
 }
 
-HttpAnswer StatusServer::Impl::Answer(const HttpRequest& request) {
+HttpAnswer StatusServer::Impl::Answer(const httplib::Request& request) {
   if (request.path == "/live") return {.body = "live\n"};
   for (const PageFile& file : PageFiles()) {
     if (request.path == file.path) {
@@ -261,7 +262,7 @@ HttpAnswer StatusServer::Impl::Answer(const HttpRequest& request) {
   }
   Shown* const now = visible;
   if (now != nullptr) return now->Answer(request);
-  constexpr char kWhy[] = "the service is starting, and takes over jobs that it has left";
+  constexpr char kWhy[] = "the service is starting and is still recovering its jobs";
   return request.path.starts_with("/api/") ? Failure(absl::UnavailableError(kWhy)) : NotReady(kWhy);
 }
 
@@ -269,7 +270,8 @@ absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const HttpOpti
                                                                   NamedMemory* memory) {
   auto impl = std::make_unique<Impl>();
   auto http = HttpServer::Start(
-      options, [impl = impl.get()](const HttpRequest& request) { return impl->Answer(request); },
+      options,
+      [impl = impl.get()](const httplib::Request& request) { return impl->Answer(request); },
       memory);
   if (!http.ok()) return http.status();
   impl->url = absl::StrCat(options.access.tls_certificate.empty() ? "http://" : "https://",

@@ -1,17 +1,17 @@
-// What can be seen of a service over HTTP: metrics for Prometheus, the status page and the JSON
-// behind it, and whether the process lives and is ready.
+// A service over HTTP: metrics for Prometheus, the status page and its JSON, and whether the
+// process lives and is ready.
 //
 //   auto status = StatusServer::Start({.listen = "127.0.0.1:7071"}).value();
-//   ... jobs that a death left are taken over, and the server is started ...
+//   ... jobs of a crashed process are taken over, and the server starts ...
 //   status->Show(engine, *server, {});
 //
 //   /metrics  Prometheus' text format           /live   200 while the process answers
 //   /         the page                          /ready  200 while it takes steps, otherwise 503
 //   /api/...  see README.md
 //
-// Where the service has tokens, metrics and /api take one, of a viewer, and show the jobs that it is
-// a viewer of; where it trusts clients' certificates, they take one of those. The page itself, /live
-// and /ready say nothing of jobs and answer every peer.
+// If the service has tokens, metrics and /api require a viewer's token, and show the viewer's jobs.
+// If it trusts clients' certificates, they accept one of those. The page itself, /live and /ready
+// reveal nothing about jobs and answer every peer.
 #ifndef BALLAST_SERVER_STATUS_STATUS_SERVER_H_
 #define BALLAST_SERVER_STATUS_STATUS_SERVER_H_
 
@@ -28,7 +28,7 @@ namespace ballast::server {
 
 class StatusServer {
  public:
-  // Until Show it lives and is not ready. Errors are those of HttpServer::Start.
+  // Until Show it lives and is not ready. Errors as in HttpServer::Start.
   static absl::StatusOr<std::unique_ptr<StatusServer>> Start(const HttpOptions& options,
                                                              NamedMemory* memory = nullptr);
   ~StatusServer();

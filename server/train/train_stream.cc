@@ -8,10 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
-#include "server/call_guard.h"
+#include "proto/status.h"
+#include "server/call_errors.h"
 #include "server/find_job.h"
 #include "server/train/step_message.h"
-#include "server/train/stream_errors.h"
 
 namespace ballast::server {
 namespace {
@@ -54,7 +54,7 @@ void TrainStream::OnReadDone(bool ok) {
   outbox_->MessageBegins();
   // The worker has closed its side; or the call is broken, and then OnCancel is called, too.
   if (!ok) return outbox_->NoMoreMessages();
-  const absl::StatusOr<std::optional<uint64_t>> handled = Guarded([this] { return HandleRead(); });
+  const absl::StatusOr<std::optional<uint64_t>> handled = HandleRead();
   if (!handled.ok()) return outbox_->MessageFailed(handled.status());
   if (handled->has_value()) outbox_->MessageDone(**handled);
 }
@@ -94,11 +94,9 @@ void TrainStream::OnDone() {
   // First: a look may be in GiveUp, and this waits for its end.
   watched_->Ended();
   if (rank_stream_ != nullptr) {
-    (void)GuardedRun([&] {
-      const absl::Status end = outbox_->end();
-      rank_stream_->EndsBecause(end.ok() ? "its process has closed the stream"
-                                         : std::string(end.message()));
-    });
+    const absl::Status end = outbox_->end();
+    rank_stream_->EndsBecause(end.ok() ? "its process has closed the stream"
+                                       : std::string(end.message()));
   }
   rank_stream_.reset();  // Detaches the outbox.
   outbox_->Close();
@@ -106,7 +104,9 @@ void TrainStream::OnDone() {
   delete this;
 }
 
-void TrainStream::Finish(const absl::Status& status) { ServerBidiReactor::Finish(EndOf(status)); }
+void TrainStream::Finish(const absl::Status& status) {
+  ServerBidiReactor::Finish(proto::ToGrpc(status));
+}
 
 void TrainStream::Answered(const absl::Status& status, uint64_t messages) {
   // On a thread of the engine's: once the outbox has counted the message, gRPC may end the stream
@@ -151,20 +151,18 @@ absl::Status TrainStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
   // The Done may end the stream, and gRPC delete it, before OpenStream has returned.
   const std::shared_ptr<Job> job = job_;
+  const std::shared_ptr<PendingCall> pending = pending_;
   const OpenStreamRequest open = {.uid = request.uid(),
                                   .rank = request.rank(),
                                   .process_id = request.process_id(),
                                   .generation = proto::FromProto(request.generation()),
                                   .update_mode = update_mode,
                                   .weights_in_place = request.weights_in_shared_memory()};
-  PendingCall::Start<std::unique_ptr<RankStream>>(
-      pending_,
-      [&, outbox = outbox_](Done<std::unique_ptr<RankStream>> done) {
-        return job->OpenStream(open, outbox, std::move(done));
-      },
+  pending->Await(job->OpenStream(
+      open, outbox_,
       [this, rank = request.rank()](absl::StatusOr<std::unique_ptr<RankStream>> stream) {
-        Answered(Guarded([&] { return Opened(rank, std::move(stream)); }));
-      });
+        Answered(Opened(rank, std::move(stream)));
+      }));
   return absl::OkStatus();
 }
 
@@ -250,26 +248,20 @@ void TrainStream::StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame)
   // meanwhile, so this is one message.
   auto kept = std::make_shared<const proto::Frame<v1::TrainRequest>>(std::move(frame));
   const v1::TrainRequest& message = kept->message;
-  PendingCall::Start<bool>(
-      pending_,
-      [&](Done<bool> done) {
-        if (message.has_shared_gradients()) {
-          const v1::SharedGradients& gradients = message.shared_gradients();
-          return stop(gradients, gradients.chunks(), std::move(done));
-        }
-        const v1::GradientHeader& header = message.gradient().header();
-        const uint32_t chunk = header.chunk();
-        return stop(header, {&chunk, 1}, std::move(done));
-      },
-      [this, kept = std::move(kept)](absl::StatusOr<bool> stopped) mutable {
-        const uint64_t messages = MessagesIn(kept->message);
-        const absl::Status handled = Guarded([&]() -> absl::Status {
-          BALLAST_RETURN_IF_ERROR(stopped.status());
-          return Handle(*kept);
-        });
-        kept = nullptr;  // Frees the payload before the next one is read.
-        Answered(handled, messages);
-      });
+  Done<bool> handle = [this, kept = std::move(kept)](absl::StatusOr<bool> stopped) mutable {
+    const uint64_t messages = MessagesIn(kept->message);
+    const absl::Status handled = stopped.ok() ? Handle(*kept) : stopped.status();
+    kept = nullptr;  // Frees the payload before the next one is read.
+    Answered(handled, messages);
+  };
+  const std::shared_ptr<PendingCall> pending = pending_;
+  if (message.has_shared_gradients()) {
+    const v1::SharedGradients& gradients = message.shared_gradients();
+    return pending->Await(stop(gradients, gradients.chunks(), std::move(handle)));
+  }
+  const v1::GradientHeader& header = message.gradient().header();
+  const uint32_t chunk = header.chunk();
+  pending->Await(stop(header, {&chunk, 1}, std::move(handle)));
 }
 
 absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
@@ -304,16 +296,12 @@ absl::Status TrainStream::Vote(const v1::CastVote& request) {
 // As in Opened, the message counts as being handled until the end of the Done.
 void TrainStream::Discard(const v1::Discard& request) {
   const StepAttempt at = {request.step(), request.attempt()};
-  PendingCall::Start<bool>(
-      pending_, [&](Done<bool> done) { return rank_stream_->Discard(at, std::move(done)); },
-      [this, at](absl::StatusOr<bool> discarded) {
-        Answered(Guarded([&]() -> absl::Status {
-          BALLAST_RETURN_IF_ERROR(discarded.status());
-          // Otherwise the decision is the answer.
-          if (*discarded) outbox_->Discarded({at.step, at.attempt + 1});
-          return absl::OkStatus();
-        }));
-      });
+  const std::shared_ptr<PendingCall> pending = pending_;
+  pending->Await(rank_stream_->Discard(at, [this, at](absl::StatusOr<bool> discarded) {
+    // Otherwise the decision is the answer.
+    if (discarded.ok() && *discarded) outbox_->Discarded({at.step, at.attempt + 1});
+    Answered(discarded.status());
+  }));
 }
 
 }  // namespace ballast::server

@@ -20,9 +20,9 @@
 
 namespace ballast::server {
 
-// Owns itself: gRPC calls OnDone last, which deletes it. Messages are verified and added on the
-// thread that gRPC brings them on. Only opening, discarding, and gradients after one that may_guess
-// may wait, in the engine and on no thread; the next message is read after that.
+// Owns itself: gRPC calls OnDone last, which deletes it. Messages are verified and added on gRPC's
+// thread. Only opening, discarding, and gradients after one that may_guess may wait. They wait in
+// the engine without a thread, and the next message is read after that.
 class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                           private RankWire {
  public:
@@ -39,11 +39,11 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   void Read() override { StartRead(&read_buffer_); }
   void Write(const grpc::ByteBuffer& bytes) override { StartWrite(&bytes); }
   void Finish(const absl::Status& status) override;
-  // For the watch: ends what has not begun, and cancels what ends too slowly.
+  // For the watch: ends a stream that has not begun, and cancels one that ends too slowly.
   void GiveUp(grpc::CallbackServerContext& context);
 
-  // The message that has been read. How many messages it counts as; none: it is answered later, by
-  // when the stream may be gone.
+  // Handles the message that was read. Returns the number of messages that it counts as. Empty: it
+  // is answered later, and the stream may be gone by then.
   absl::StatusOr<std::optional<uint64_t>> HandleRead();
   absl::Status Handle(const proto::Frame<v1::TrainRequest>& frame);
   absl::Status Open(const v1::OpenTrain& request);
@@ -54,12 +54,13 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   absl::Status Contribute(const v1::GradientHeader& header, const proto::Payload& payload);
   absl::Status Contribute(const v1::SharedGradients& request);
   absl::Status Contribute(const Contribution& contribution);
-  // Whether a provisional update may be running that the gradients of this message would meet.
+  // Whether a running provisional update may conflict with this message's gradients.
   bool MayMeetProvisional(const v1::TrainRequest& message) const;
-  // Handles such a message once none is. May wait in the engine, as opening.
+  // Waits for the end of such updates, then handles the message. May wait in the engine, as
+  // opening.
   void StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
-  // Of a seal or a vote, if it has one.
+  // For a seal or a vote with a report.
   template <typename Message>
   absl::Status Report(const Message& message);
   absl::Status Seal(const v1::Seal& request);
@@ -71,18 +72,18 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   CallPools& pools_;
   const absl::StatusOr<Caller> caller_;
   CallPool::Place place_;                // Once it is opened.
-  std::atomic<bool> has_begun_ = false;  // Its first message has come, or no more will.
+  std::atomic<bool> has_begun_ = false;  // Its first message has come, or the stream has ended.
   const std::shared_ptr<WatchedCall> watched_;
   const std::shared_ptr<RankOutbox> outbox_;
   grpc::ByteBuffer read_buffer_;
   // Opening, discarding, or stopping provisional updates.
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
-  // Touched only while a message is handled, and by OnDone.
+  // Only used while a message is handled, and by OnDone.
   std::shared_ptr<Job> job_;  // Null before the first message.
   std::unique_ptr<RankStream> rank_stream_;
   size_t rank_chunks_ = 0;  // The number of chunks in the rank's partition.
   int first_on_wire_ = 0;   // Layout::first_on_wire of the rank.
-  // The last attempt of which a gradient may have come with may_guess.
+  // The last attempt that may have a gradient with may_guess.
   std::optional<StepAttempt> may_guess_at_;
 };
 

@@ -7,9 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
-#include "server/call_guard.h"
+#include "proto/status.h"
+#include "server/call_errors.h"
 #include "server/find_job.h"
-#include "server/train/stream_errors.h"
 
 namespace ballast::server {
 
@@ -39,7 +39,7 @@ void UploadStream::GiveUp(grpc::CallbackServerContext& context) {
 void UploadStream::End(const absl::Status& status) {
   has_begun_ = true;
   watched_->IsOver();  // Whoever does not take the answer is cancelled.
-  Finish(EndOf(status));
+  Finish(proto::ToGrpc(status));
 }
 
 void UploadStream::OnDone() {
@@ -58,18 +58,16 @@ void UploadStream::OnReadDone(bool ok) {
     if (job_ == nullptr) return End(NotFirstError());
     if (writer_.has_value()) return EndStateWrite();
     // Chunks that did not come are no error: other calls, and other ranks, bring them.
-    return End(GuardedRun([this] {
-      response_ = proto::SerializeControl(Response(!job_->Position().awaiting_weights));
-    }));
+    return EndWith(!job_->Position().awaiting_weights);
   }
-  const absl::Status handled = Guarded([this] {
+  const absl::Status handled = [this] {
     const absl::StatusOr<proto::Frame<v1::UploadWeightsRequest>> frame =
         proto::ParseUploadWeightsRequest(read_buffer_);
     // The frame has what it needs, and ends before the next message is read: one is in memory at a
     // time.
     read_buffer_.Clear();
     return frame.ok() ? Handle(*frame) : frame.status();
-  });
+  }();
   if (!handled.ok()) return End(handled);
   StartRead(&read_buffer_);
 }
@@ -138,19 +136,19 @@ absl::Status UploadStream::BeginStateWrite(const v1::StateWrite& request, const 
 }
 
 void UploadStream::EndStateWrite() {
-  PendingCall::Start<bool>(
-      pending_, [this](Done<bool> done) { return job_->EndStateWrite(*writer_, std::move(done)); },
-      [this](absl::StatusOr<bool> written) {
-        if (!written.ok()) return End(written.status());
-        End(GuardedRun([this] { response_ = proto::SerializeControl(Response(true)); }));
-      });
+  const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end the call.
+  pending->Await(job_->EndStateWrite(*writer_, [this](absl::StatusOr<bool> written) {
+    if (!written.ok()) return End(written.status());
+    EndWith(/*ready=*/true);
+  }));
 }
 
-v1::UploadWeightsResponse UploadStream::Response(bool ready) const {
+void UploadStream::EndWith(bool ready) {
   v1::UploadWeightsResponse response;
   response.set_chunks(static_cast<int64_t>(chunks_.size()));
   response.set_job_ready(ready);
-  return response;
+  response_ = proto::SerializeControl(response);
+  End(absl::OkStatus());
 }
 
 absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Payload& payload) {

@@ -1,5 +1,5 @@
-// One UploadWeights call: a rank's first weights, with or without moments, or its part of a write of
-// state.
+// One UploadWeights call: a rank's first weights, with or without moments, or its part of a write
+// of state.
 #ifndef BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 #define BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 
@@ -32,15 +32,15 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   void OnDone() override;
 
  private:
-  // For the watch: ends what has not begun, and cancels what ends too slowly.
+  // For the watch: ends a call that has not begun, and cancels one that ends too slowly.
   void GiveUp(grpc::CallbackServerContext& context);
   void End(const absl::Status& status);
+  void EndWith(bool ready);  // Well.
   absl::Status Handle(const proto::Frame<v1::UploadWeightsRequest>& frame);
   absl::Status Open(const v1::OpenTrain& request);
   absl::Status BeginFirstWeights(const v1::OpenTrain& request, const RankHolder& holder, Job& job);
   absl::Status BeginStateWrite(const v1::StateWrite& request, const RankHolder& holder, Job& job);
   void EndStateWrite();
-  v1::UploadWeightsResponse Response(bool ready) const;
   absl::Status Write(const v1::WeightHeader& header, const proto::Payload& payload);
 
   const Engine& engine_;
@@ -48,16 +48,16 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   const absl::StatusOr<Caller> caller_;
   grpc::ByteBuffer& response_;
   CallPool::Place place_;                // Once it is opened.
-  std::atomic<bool> has_begun_ = false;  // Its first message has come, or no more will.
+  std::atomic<bool> has_begun_ = false;  // Its first message has come, or the call has ended.
   const std::shared_ptr<WatchedCall> watched_;
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.
   int rank_ = 0;
-  uint64_t step_ = 0;  // Of its weights.
+  uint64_t step_ = 0;  // The step of its weights.
   Job::Uploader uploader_;
   std::optional<Job::StateWriter> writer_;  // Absent: these are first weights.
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
-  std::unordered_set<uint32_t> chunks_;  // That have arrived on this stream.
+  std::unordered_set<uint32_t> chunks_;  // Chunks that have arrived on this stream.
 };
 
 }  // namespace ballast::server

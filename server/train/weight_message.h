@@ -1,4 +1,4 @@
-// Weights of a chunk, as they are sent.
+// Weights of a chunk as sent.
 #ifndef BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_
 #define BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_
 
@@ -7,7 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "cpu_optimizer_service/job/job.h"
 
 namespace ballast::server {
@@ -20,7 +20,7 @@ inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk, bool provisio
   return header;
 }
 
-// A chunk's weights in memory of their own.
+// A chunk's weights in their own memory.
 struct OwnedWeights {
   std::shared_ptr<std::byte[]> memory;
   size_t size_bytes = 0;

@@ -8,7 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/frame.h"
-#include "server/call_guard.h"
+#include "proto/status.h"
+#include "server/call_errors.h"
 #include "server/find_job.h"
 #include "server/train/weight_message.h"
 
@@ -28,18 +29,14 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
     : pools_(pools),
       watched_(
           pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kAnswerSeconds)) {
-  absl::StatusOr<grpc::ByteBuffer> first = Guarded([&]() -> absl::StatusOr<grpc::ByteBuffer> {
-    BALLAST_RETURN_IF_ERROR(caller.status());
-    BALLAST_RETURN_IF_ERROR(Open(engine, *caller, request));
-    v1::ReadWeightsResponse message;
-    message.set_step(step_);
-    return proto::SerializeControl(message);
-  });
-  if (!first.ok()) {
-    Finish(EndOf(first.status()));
+  const absl::Status opened = caller.ok() ? Open(engine, *caller, request) : caller.status();
+  if (!opened.ok()) {
+    Finish(proto::ToGrpc(opened));
     return;
   }
-  Write(*std::move(first));
+  v1::ReadWeightsResponse message;
+  message.set_step(step_);
+  Write(proto::SerializeControl(message));
 }
 
 void WeightsReader::Write(grpc::ByteBuffer bytes) {
@@ -51,10 +48,10 @@ void WeightsReader::Write(grpc::ByteBuffer bytes) {
 // The next chunk is converted when the last one has been taken, so a slow reader needs no memory.
 void WeightsReader::OnWriteDone(bool ok) {
   watched_->PeerActed();
-  if (!ok) return Finish(EndOf(GoneError("reader")));
+  if (!ok) return Finish(proto::ToGrpc(GoneError("reader")));
   if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
-  absl::StatusOr<grpc::ByteBuffer> bytes = Guarded([this] { return NextChunk(); });
-  if (!bytes.ok()) return Finish(EndOf(bytes.status()));
+  absl::StatusOr<grpc::ByteBuffer> bytes = NextChunk();
+  if (!bytes.ok()) return Finish(proto::ToGrpc(bytes.status()));
   Write(*std::move(bytes));
 }
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/access/access.h"
 #include "server/call_pool.h"

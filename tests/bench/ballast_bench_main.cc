@@ -1,6 +1,5 @@
 // ballast-bench worker: a load on a service, from ranks that need no GPU.
 #include <cstdio>
-#include <cstring>
 
 #include "absl/strings/string_view.h"
 #include "tests/bench/load/load_options.h"
@@ -31,14 +30,8 @@ int RunWorker(absl::Span<char* const> arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--help") != 0) continue;
-    std::fputs(bench::kLoadUsage, stdout);
-    return 0;
-  }
   if (argc < 2 || absl::string_view(argv[1]) != "worker") {
-    return Fail(absl::InvalidArgumentError("expected 'ballast-bench worker [flags]'; see --help"),
-                2);
+    return Fail(absl::InvalidArgumentError("expected 'ballast-bench worker [flags]'"), 2);
   }
   return RunWorker(absl::MakeSpan(argv + 2, static_cast<size_t>(argc - 2)));
 }

@@ -11,22 +11,25 @@
 #include "absl/strings/str_cat.h"
 
 namespace ballast::bench {
+namespace {
 
+// The element below which the share `fraction` of `samples` lies, by nearest rank.
 double Quantile(std::vector<double> samples, double fraction) {
-  if (samples.empty()) return 0;
   std::sort(samples.begin(), samples.end());
   const double rank = std::ceil(fraction * static_cast<double>(samples.size()));
   const size_t index = rank < 1 ? 0 : static_cast<size_t>(rank) - 1;
   return samples[std::min(index, samples.size() - 1)];
 }
 
+// Of an even number, the mean of the middle two.
 double Median(std::vector<double> samples) {
-  if (samples.empty()) return 0;
   std::sort(samples.begin(), samples.end());
   const size_t middle = samples.size() / 2;
   if (samples.size() % 2 == 1) return samples[middle];
   return (samples[middle - 1] + samples[middle]) / 2;
 }
+
+}  // namespace
 
 void Figures::Add(absl::string_view key, const std::vector<double>& samples, absl::string_view unit,
                   bool keep) {

@@ -1,7 +1,7 @@
-// What a benchmark measured, in the form in which report.py reads it:
+// What a benchmark measured, in the form in which run.py reads it:
 //
-//   {"name": "wire", "figures": {"raw_tcp_up_gb_s": {"median": 5.0, "min": 4.8, "max": 5.1,
-//    "p99": 5.1, "unit": "GB/s"}}, "info": {...}}
+//   {"name": "worker", "figures": {"total_seconds": {"median": 0.05, "min": 0.04, "max": 0.06,
+//    "p99": 0.06, "unit": "s"}}, "info": {...}}
 #ifndef BALLAST_TESTS_BENCH_FIGURES_H_
 #define BALLAST_TESTS_BENCH_FIGURES_H_
 
@@ -13,10 +13,6 @@
 #include "absl/strings/string_view.h"
 
 namespace ballast::bench {
-
-// The element below which the share `fraction` of `samples` lies, by nearest rank; 0 of none.
-double Quantile(std::vector<double> samples, double fraction);
-double Median(std::vector<double> samples);  // Of an even number, the mean of the middle two.
 
 class Figures {
  public:

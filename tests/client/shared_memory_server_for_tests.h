@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 

@@ -37,7 +37,7 @@ enable_language(CXX)
 find_package(ballast REQUIRED)
 add_library(headers OBJECT headers.cc)
 target_link_libraries(headers PRIVATE ballast::client)
-if(NOT EXISTS ${ballast_PROTO_DIR}/ballast/v1/ballast.proto)
+if(NOT EXISTS ${ballast_PROTO_DIR}/ballast/v1/jobs.proto)
   message(FATAL_ERROR "there is no protocol in ${ballast_PROTO_DIR}")
 endif()
 

@@ -1,7 +1,7 @@
-"""A rank of a Ballast job in Python: plain grpcio, and what proto/ballast/v1/ballast.proto says.
+"""A rank of a Ballast job in Python: plain grpcio, and what the files of proto/ballast/v1 say.
 
 Nothing of Ballast's own client is used here, so this is also the proof that the protocol's page is enough.
-The modules ballast_pb2 and ballast_pb2_grpc are protoc's (foreign_test.py makes them).
+The modules ballast.v1.* are protoc's (foreign_test.py makes them).
 """
 
 import array
@@ -13,12 +13,14 @@ import socket
 import grpc
 import numpy as np
 
-from ballast.v1 import ballast_pb2 as pb
-from ballast.v1 import ballast_pb2_grpc as rpc
+from ballast.v1 import jobs_pb2 as jobs_pb
+from ballast.v1 import jobs_pb2_grpc as jobs_rpc
+from ballast.v1 import train_pb2 as train_pb
+from ballast.v1 import train_pb2_grpc as train_rpc
 from google.rpc import status_pb2
 
 SECONDS = 30  # For any one answer.
-DTYPES = {pb.BF16: np.dtype("<u2"), pb.FP16: np.dtype("<f2"), pb.FP32: np.dtype("<f4")}
+DTYPES = {jobs_pb.BF16: np.dtype("<u2"), jobs_pb.FP16: np.dtype("<f2"), jobs_pb.FP32: np.dtype("<f4")}
 
 
 def reason_of(error):
@@ -84,7 +86,7 @@ class Rank:
     """One rank in one process. Calls come in the order attach, upload (if awaiting weights), open, steps."""
 
     def __init__(self, channel, name, rank, process_id):
-        self.jobs, self.train = rpc.JobServiceStub(channel), rpc.TrainServiceStub(channel)
+        self.jobs, self.train = jobs_rpc.JobServiceStub(channel), train_rpc.TrainServiceStub(channel)
         self.name, self.rank, self.process_id = name, rank, process_id
         self.shared = None
         self.uid = ""
@@ -92,13 +94,13 @@ class Rank:
         self.requests = None
 
     def attach(self, speculate=False, shared=False):
-        request = pb.AttachWorkerRequest(
+        request = jobs_pb.AttachWorkerRequest(
             name=self.name, rank=self.rank, process_id=self.process_id, uid=self.uid, rejoin=self.uid != "",
             shared_memory=shared)
         self.attached = self.jobs.AttachWorker(request, timeout=SECONDS)
         self.uid, self.job = self.attached.uid, self.attached.job
         self.committed_step = self.attached.committed_step
-        self.mode = pb.SPECULATE if speculate else pb.WAIT
+        self.mode = jobs_pb.SPECULATE if speculate else jobs_pb.WAIT
         self.chunks = chunks_of(self.job)
         self.mine = [index for index, chunk in enumerate(self.chunks) if chunk.rank == self.rank]
         self.shared = None
@@ -107,7 +109,7 @@ class Rank:
         return self.attached
 
     def _open_message(self):
-        return pb.OpenTrain(name=self.name, uid=self.uid, rank=self.rank, process_id=self.process_id,
+        return train_pb.OpenTrain(name=self.name, uid=self.uid, rank=self.rank, process_id=self.process_id,
                             generation=self.attached.generation)
 
     def upload(self, weights, step=0, update_counts=()):
@@ -119,11 +121,11 @@ class Rank:
             if step > 0:
                 message.first_state.step = step
                 message.first_state.update_counts.extend(update_counts)
-            yield pb.UploadWeightsRequest(open=message)
+            yield train_pb.UploadWeightsRequest(open=message)
             for index in self.mine:
                 payload = weights(self.chunks[index]).astype("<f4").tobytes()
-                yield pb.UploadWeightsRequest(
-                    weights=pb.WeightChunk(header=pb.WeightHeader(chunk=index, step=step), payload=payload))
+                yield train_pb.UploadWeightsRequest(
+                    weights=train_pb.WeightChunk(header=train_pb.WeightHeader(chunk=index, step=step), payload=payload))
 
         answer = self.train.UploadWeights(messages(), timeout=SECONDS)
         if answer.chunks != len(self.mine):
@@ -156,7 +158,7 @@ class Rank:
 
     def _send(self, **kind):
         self.sent += 1  # Of shared gradients, each chunk counts; here a message has one.
-        self.requests.put(pb.TrainRequest(**kind))
+        self.requests.put(train_pb.TrainRequest(**kind))
 
     def _next(self, wanted):
         """The next message of this kind; what comes before it is taken in."""
@@ -182,35 +184,35 @@ class Rank:
         """The committed weights of this rank's chunks."""
         if not self.mine:
             return
-        request = pb.ReadWeightsRequest(name=self.name, uid=self.uid, chunks=self.mine)
+        request = train_pb.ReadWeightsRequest(name=self.name, uid=self.uid, chunks=self.mine)
         for message in self.train.ReadWeights(request, timeout=SECONDS):
             if message.WhichOneof("kind") == "weights":
                 self._take(message.weights.header.chunk, message.weights.payload, False)
 
     def begin(self, **settings):
         self.provisional = {}
-        self._send(begin_step=pb.BeginStep(step=self.committed_step + 1, attempt=self.attempt, **settings))
+        self._send(begin_step=train_pb.BeginStep(step=self.committed_step + 1, attempt=self.attempt, **settings))
 
     def discard(self):
         """Takes back what this rank has given of the step, for another try at it."""
-        self._send(discard=pb.Discard(step=self.committed_step + 1, attempt=self.attempt))
+        self._send(discard=train_pb.Discard(step=self.committed_step + 1, attempt=self.attempt))
         answer = self._next("discarded")
-        while not isinstance(answer, pb.Discarded):  # Its seal may be refused meanwhile.
+        while not isinstance(answer, train_pb.Discarded):  # Its seal may be refused meanwhile.
             answer = self._next("discarded")
         self.attempt = answer.attempt
         self.provisional = {}
 
     def gradient(self, chunk, values, micro_step, final, may_guess=False):
         """`values`: the chunk's sum over ranks in the wire dtype; None: no gradient."""
-        header = pb.GradientHeader(step=self.committed_step + 1, chunk=chunk, micro_step_begin=micro_step,
+        header = train_pb.GradientHeader(step=self.committed_step + 1, chunk=chunk, micro_step_begin=micro_step,
                                    micro_step_end=micro_step + 1, final=final, empty=values is None,
                                    attempt=self.attempt, may_guess=may_guess)
         if self.shared is None or values is None:
             payload = b"" if values is None else values.tobytes()
-            self._send(gradient=pb.GradientChunk(header=header, payload=payload))
+            self._send(gradient=train_pb.GradientChunk(header=header, payload=payload))
         else:
             self.shared.gradients[chunk][:] = values
-            self._send(shared_gradients=pb.SharedGradients(
+            self._send(shared_gradients=train_pb.SharedGradients(
                 step=header.step, attempt=self.attempt, micro_step_begin=micro_step, micro_step_end=micro_step + 1,
                 final=final, may_guess=may_guess, chunks=[chunk]))
             self.await_acknowledgement()  # A place may be written again only then.
@@ -220,13 +222,13 @@ class Rank:
             self._next("acknowledged")
 
     def end_micro_step(self, micro_step, used=None):
-        self._send(end_micro_step=pb.EndMicroStep(
+        self._send(end_micro_step=train_pb.EndMicroStep(
             step=self.committed_step + 1, attempt=self.attempt, micro_step=micro_step, all_used=used is None,
             used_parameters=used or ()))
 
     def seal(self, micro_steps, vote=None, report=None):
         """Without a vote the norm comes, and the vote after it."""
-        self._send(seal=pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps,
+        self._send(seal=train_pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps,
                                 vote=vote, report=report))
 
     def norm(self):
@@ -234,12 +236,12 @@ class Rank:
         return self._next("norm")
 
     def vote(self, vote):
-        self._send(vote=pb.CastVote(step=self.committed_step + 1, attempt=self.attempt, vote=vote))
+        self._send(vote=train_pb.CastVote(step=self.committed_step + 1, attempt=self.attempt, vote=vote))
 
     def decision(self):
         """The decision, or the refusal of the seal or of the votes."""
         decision = self._next("decision")
-        if isinstance(decision, pb.StepDecision) and decision.applied:
+        if isinstance(decision, train_pb.StepDecision) and decision.applied:
             kept = set(self.provisional) - set(decision.dropped_chunks)
             self.guesses += len(kept)
             self.weights.update({chunk: self.provisional[chunk] for chunk in kept})

@@ -35,7 +35,8 @@ def generate(proto, out):
     subprocess.run(
         ["protoc", f"-I{proto}", f"--python_out={out}", f"--grpc_out={out}",
          "--plugin=protoc-gen-grpc=/usr/bin/grpc_python_plugin",
-         str(proto / "ballast/v1/ballast.proto"), str(proto / "google/rpc/status.proto")], check=True)
+         *(str(proto / "ballast/v1" / f"{part}.proto") for part in ("diagnostics", "jobs", "state", "train")),
+         str(proto / "google/rpc/status.proto")], check=True)
     sys.path.insert(0, out)
     import google
 
@@ -44,13 +45,13 @@ def generate(proto, out):
 
 def encode(values, dtype):
     """fp32 values in a wire dtype, as the client sends them."""
-    if dtype == pb.BF16:
+    if dtype == jobs_pb.BF16:
         return numpy_adam.to_bfloat16(values)
-    return values.astype(np.float16) if dtype == pb.FP16 else values
+    return values.astype(np.float16) if dtype == jobs_pb.FP16 else values
 
 
 def decode(values, dtype):
-    return numpy_adam.from_bfloat16(values) if dtype == pb.BF16 else values.astype(np.float32)
+    return numpy_adam.from_bfloat16(values) if dtype == jobs_pb.BF16 else values.astype(np.float32)
 
 
 def bits(values):
@@ -102,9 +103,10 @@ class Game:
         self.channel, self.random, self.name = channel, random, f"foreign{number}"
         self.world = int(random.integers(1, 4))
         self.speculate, self.shared = bool(random.integers(2)), bool(random.integers(2))
-        self.policy = random.choice([pb.SKIP, pb.ZERO])
-        self.jobs, self.state = rpc.JobServiceStub(channel), rpc.StateServiceStub(channel)
-        self.job = self.jobs.CreateJob(pb.CreateJobRequest(job=self.describe()), timeout=30)
+        self.policy = random.choice([jobs_pb.SKIP, jobs_pb.ZERO])
+        self.jobs = jobs_pb2_grpc.JobServiceStub(channel)
+        self.state = state_pb2_grpc.StateServiceStub(channel)
+        self.job = self.jobs.CreateJob(jobs_pb.CreateJobRequest(job=self.describe()), timeout=30)
         trainable = [p for p in self.job.parameters if p.trainable]
         self.groups = [Group(group, [p for p in trainable if p.group == g])
                        for g, group in enumerate(self.job.groups)]
@@ -113,17 +115,17 @@ class Game:
 
     def describe(self):
         random = self.random
-        job = pb.Job(name=self.name, world_size=self.world, unused_policy=self.policy,
+        job = jobs_pb.Job(name=self.name, world_size=self.world, unused_policy=self.policy,
                      chunk_elements=BLOCK * int(random.choice([1, 2, 1024])),
-                     on_abort=random.choice([pb.REDO_STEP, pb.SKIP_STEP]),
-                     update_mode=pb.SPECULATE if self.speculate else pb.WAIT)
+                     on_abort=random.choice([jobs_pb.REDO_STEP, jobs_pb.SKIP_STEP]),
+                     update_mode=jobs_pb.SPECULATE if self.speculate else jobs_pb.WAIT)
         for g in range(int(random.integers(1, 3))):
-            h = pb.HyperParameters(
+            h = jobs_pb.HyperParameters(
                 lr=float(random.choice([1e-3, 0.1])), beta1=float(random.choice([0.9, 0.0])), beta2=0.99, eps=1e-8,
                 weight_decay=float(random.choice([0, 0.1])), decoupled_weight_decay=bool(random.integers(2)),
                 bias_correction=bool(random.integers(2)), amsgrad=bool(random.integers(2)),
                 maximize=bool(random.integers(2)))
-            dtypes = [pb.BF16, pb.FP16, pb.FP32]
+            dtypes = [jobs_pb.BF16, jobs_pb.FP16, jobs_pb.FP32]
             job.groups.add(name=f"g{g}", hyper_parameters=h, wire_dtype=random.choice(dtypes),
                            return_dtype=random.choice(dtypes))
             flat = 0
@@ -216,21 +218,21 @@ class Game:
         random = self.random
         micro_steps, spoil = int(random.integers(1, 4)), random.random() < 0.15
         divisor, lr = float(micro_steps), float(random.choice([1e-3, 1e-2]))
-        overrides = {0: pb.HyperParameters(lr=lr)} if random.random() < 0.3 else {}
+        overrides = {0: jobs_pb.HyperParameters(lr=lr)} if random.random() < 0.3 else {}
         if random.random() < 0.1:  # An attempt that is aborted leaves no trace, its overrides included.
-            skips = self.job.on_abort == pb.SKIP_STEP
-            self.send(micro_steps, False, divisor, {} if skips else {0: pb.HyperParameters(lr=77.0)})
+            skips = self.job.on_abort == jobs_pb.SKIP_STEP
+            self.send(micro_steps, False, divisor, {} if skips else {0: jobs_pb.HyperParameters(lr=77.0)})
             self.skip() if skips else self.abort()
             SEEN["given_up" if skips else "aborted"] += 1
         if random.random() < 0.2:  # Nor does one that is discarded, and nobody attaches again for it.
-            self.send(micro_steps, random.random() < 0.5, 3 * divisor, {0: pb.HyperParameters(lr=78.0)})
+            self.send(micro_steps, random.random() < 0.5, 3 * divisor, {0: jobs_pb.HyperParameters(lr=78.0)})
             self.discard(micro_steps)
             SEEN["discarded"] += 1
         vote = self.any_vote()
         looks = [random.random() < 0.5 for _ in self.ranks]
         expected = vote.clipping if random.random() < 0.7 else None
         if random.random() < 0.2:  # The norm is seen, and the attempt discarded for it, by each rank in its time.
-            self.send(micro_steps, False, divisor / 64, {0: pb.HyperParameters(lr=79.0)})
+            self.send(micro_steps, False, divisor / 64, {0: jobs_pb.HyperParameters(lr=79.0)})
             for rank in self.ranks:
                 rank.seal(micro_steps)
             norms = [rank.norm() for rank in self.ranks]
@@ -243,7 +245,7 @@ class Game:
             rank.seal(micro_steps, None if look else vote)
         norms = [rank.norm() for rank, look in zip(self.ranks, looks) if look]
         if any(looks) and self.world > 1 and random.random() < 0.3:  # One votes otherwise, and all vote again.
-            other, said = pb.Vote(abandon=not vote.abandon), False
+            other, said = train_pb.Vote(abandon=not vote.abandon), False
             for rank, look in zip(self.ranks, looks):
                 if look:
                     rank.vote(vote if said else other)
@@ -251,7 +253,7 @@ class Game:
             if not all(looks) or sum(looks) > 1:
                 for rank in self.ranks:
                     refused = rank.decision()
-                    expect(isinstance(refused, pb.VoteRefused) and refused.reason == pb.VOTE_AGAIN, str(refused))
+                    expect(isinstance(refused, train_pb.VoteRefused) and refused.reason == jobs_pb.VOTE_AGAIN, str(refused))
                 SEEN["votes_refused"] += 1
             looks = [True] * self.world
         for rank, look in zip(self.ranks, looks):
@@ -283,14 +285,14 @@ class Game:
         limit = vote.clipping.max_norm
         coefficient = min(1.0, limit / (decision.norm + 1e-6)) if limit > 0 else 1.0
         expect(decision.clip_coefficient == coefficient, "clip_coefficient")
-        kept = unused if self.policy == pb.SKIP else set()
+        kept = unused if self.policy == jobs_pb.SKIP else set()
         multipliers = vote.clipping.multipliers or [1.0] * len(self.groups)
         for group, gradient, multiplier in zip(self.groups, sums, multipliers):
             group.update(gradient, np.float32(coefficient * multiplier / scale), group.h, kept)
 
     def any_vote(self):
         random = self.random
-        vote = pb.Vote(abandon=random.random() < 0.1)
+        vote = train_pb.Vote(abandon=random.random() < 0.1)
         if random.random() < 0.3:
             vote.clipping.max_norm = 0.5
         elif random.random() < 0.3:
@@ -306,7 +308,7 @@ class Game:
         """An abort of a job that skips what cannot be kept: the streams go on."""
         for rank in self.ranks:
             rank.await_acknowledgement()  # So that the step has begun.
-        self.jobs.AbortStep(pb.AbortStepRequest(name=f"jobs/{self.name}"), timeout=30)
+        self.jobs.AbortStep(jobs_pb.AbortStepRequest(name=f"jobs/{self.name}"), timeout=30)
         for rank in self.ranks:
             rank.end_micro_step(60)  # What comes late is nobody's.
             decision = rank.decision()
@@ -320,13 +322,13 @@ class Game:
         for rank in order[1:]:
             rank.seal(micro_steps)
             refused = rank.decision()
-            expect(refused.reason == pb.DISCARD_AND_REDO and refused.attempt == rank.attempt, str(refused))
+            expect(refused.reason == jobs_pb.DISCARD_AND_REDO and refused.attempt == rank.attempt, str(refused))
             rank.discard()
 
     def abort(self):
         for rank in self.ranks:
             rank.await_acknowledgement()  # So that the step has begun.
-        self.jobs.AbortStep(pb.AbortStepRequest(name=f"jobs/{self.name}"), timeout=30)
+        self.jobs.AbortStep(jobs_pb.AbortStepRequest(name=f"jobs/{self.name}"), timeout=30)
         for rank in self.ranks:
             try:
                 rank.close()
@@ -345,7 +347,7 @@ class Game:
             for p in group.parameters:
                 at = slice(p.offset, p.offset + math.prod(p.shape))
                 for plane in range(4 if group.h["amsgrad"] else 3):
-                    request = pb.ReadStateRequest(name=p.name, plane=pb.Plane.Value(PLANES[plane]))
+                    request = state_pb.ReadStateRequest(name=p.name, plane=state_pb.Plane.Value(PLANES[plane]))
                     data = b"".join(part.data for part in self.state.ReadState(request, timeout=30))
                     same = np.array_equal(np.frombuffer(data, "<u4"), bits(group.planes[plane][at]))
                     expect(same, f"{PLANES[plane]} of {p.name} differs")
@@ -364,16 +366,17 @@ class Game:
         for rank in self.ranks:
             SEEN.update(guesses=rank.guesses, shared_memory=rank.shared is not None)
             rank.close()
-        self.jobs.CloseJob(pb.CloseJobRequest(name=f"jobs/{self.name}"), timeout=30)
+        self.jobs.CloseJob(jobs_pb.CloseJobRequest(name=f"jobs/{self.name}"), timeout=30)
 
 
 def main(ballastd, proto, jobs=200, seed=1):
-    global pb, rpc, client
+    global client, jobs_pb, jobs_pb2_grpc, state_pb, state_pb2_grpc, train_pb
     np.seterr(all="ignore")  # Infinities are part of it.
     with tempfile.TemporaryDirectory() as folder:
         generate(pathlib.Path(proto), folder)
         import ballast_client as client
-        pb, rpc = client.pb, client.rpc
+        from ballast.v1 import jobs_pb2 as jobs_pb, jobs_pb2_grpc, state_pb2 as state_pb, state_pb2_grpc
+        from ballast.v1 import train_pb2 as train_pb
         service = processes.Service(ballastd, pathlib.Path(folder), "--log_level=error", "--memory_limit=1GiB",
                                     "--drain_seconds=1", listen=f"unix:{folder}/ballast.sock")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import math
 import os
@@ -141,10 +142,9 @@ class Programs:
             service.stop()
 
     def train(self, name: str, flags: list, seconds: float, ranks: int = 1) -> dict:
-        """A training run; its worker.json, with the rows of losses.csv under "rows"."""
+        """A training run; its worker.json, with the rows of losses.csv under "rows" and the weights' hash."""
         out = self.logs / name
-        command = [self.path("ballast-worker"), "--device=cuda", f"--out={out}", "--nowrite-weights",
-                   f"--text={ROOT / 'LICENSE'}", *flags]
+        command = [self.path("ballast-worker"), "--device=cuda", f"--out={out}", f"--text={ROOT / 'LICENSE'}", *flags]
         environment = {}
         if ranks > 1:
             command = [sys.executable, processes.RUN_WORKERS, ranks, self.logs / f"{name}-ranks", *command]
@@ -153,6 +153,8 @@ class Programs:
         if done.returncode != 0:
             raise Failed(f"{name}: {last_line(done.stdout)}")
         result = json.loads((out / "worker.json").read_text())
+        result["weights_sha256"] = hashlib.sha256((out / "weights.bin").read_bytes()).hexdigest()
+        (out / "weights.bin").unlink()  # Gigabytes.
         header, *rows = (out / "losses.csv").read_text().split()
         names = header.split(",")
         result["rows"] = [dict(zip(names, map(float, row.split(",")))) for row in rows]

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/gpu_emulator/fake_memory.h"
@@ -303,9 +304,10 @@ absl::StatusOr<std::unique_ptr<DeviceMemory>> FakeDevice::Allocate(size_t size_b
   BALLAST_RETURN_IF_ERROR(impl_->Begin("allocate", what));
   std::byte* data = impl_->memory().AllocateDevice(size_bytes);
   if (data == nullptr) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(name(), ": no memory for ", what, ": ", size_bytes, " bytes, of ",
-                     memory_bytes(), " are ", impl_->memory().free_bytes(), " free"));
+    return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                          name(), ": no memory for ", what, ": ", size_bytes, " bytes, of ",
+                          memory_bytes(), " are ", impl_->memory().free_bytes(), " free")),
+                      reason::kDeviceMemoryFull);
   }
   return std::make_unique<FakeDeviceMemory>(impl_, data, size_bytes);
 }

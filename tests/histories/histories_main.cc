@@ -8,12 +8,14 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "tests/histories/generate.h"
+#include "tests/histories/machine/machine_histories.h"
 #include "tests/histories/run.h"
 
 ABSL_FLAG(uint64_t, seed, 1, "Seed of the first history.");
 ABSL_FLAG(int64_t, count, 1000, "How many histories.");
 ABSL_FLAG(bool, shrink, true, "Make a failing history smaller before printing it.");
 ABSL_FLAG(bool, engine_only, false, "Pass over those that go through client sessions.");
+ABSL_FLAG(bool, machine, false, "Short ones, of a step's machine alone.");
 ABSL_FLAG(bool, describe, false, "Only print them.");
 
 int main(int argc, char** argv) {
@@ -29,6 +31,13 @@ int main(int argc, char** argv) {
       std::printf("%s\n", ballast::histories::Describe(history).c_str());
     }
     return EXIT_SUCCESS;
+  }
+  if (absl::GetFlag(FLAGS_machine)) {
+    ballast::histories::MachineTally tally;
+    const std::string failure = ballast::histories::RunMachineHistories(seed, count, tally);
+    std::printf("%s%lld events, %lld decided steps\n", failure.c_str(),
+                static_cast<long long>(tally.events), static_cast<long long>(tally.decided));
+    return failure.empty() ? EXIT_SUCCESS : EXIT_FAILURE;
   }
   ballast::histories::Engines engines;
   const std::string failure = ballast::histories::RunHistories(

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "tests/histories/generate.h"
+#include "tests/histories/machine/machine_histories.h"
 #include "tests/histories/run.h"
 #include "tests/histories/shrink.h"
 #include "tests/support/sanitizers.h"
@@ -47,6 +48,20 @@ TEST(Histories, EndAsTheModelSays) {
                             "the log's end", "a chunk's word", "a lane is taken", "a lane is free",
                             "a turn of a sum", "a sum's lane is taken", "a sum's lane is free"}) {
     EXPECT_GT(tally.died_at.contains(store) ? tally.died_at.at(store) : 0, 0) << store;
+  }
+}
+
+TEST(MachineHistories, EndAsTheModelSays) {
+  constexpr int64_t kShortOnes = kSanitized ? 2'000 : 40'000;
+  MachineTally tally;
+  ASSERT_EQ(RunMachineHistories(1, kShortOnes, tally), "");
+  // That all of it happens, often.
+  for (const int64_t count : {tally.refused, tally.refused_seals, tally.repeats, tally.discards,
+                              tally.decided, tally.deaths}) {
+    EXPECT_GT(count, kShortOnes / 4);
+  }
+  for (const int64_t count : {tally.reopened, tally.void_votes, tally.dropped}) {
+    EXPECT_GT(count, kShortOnes / 100);
   }
 }
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/reason.h"
 
 namespace ballast::histories {
 
@@ -92,19 +92,22 @@ bool Model::IsUnused(const Attempt& attempt, int parameter) const {
   return plan.trainable && plan.elements > 0 && !IsUsed(job_, attempt, plan.id);
 }
 
-std::optional<std::string> Model::Refusal(const Attempt& attempt) const {
-  if (attempt.spoil == Spoil::kPadding) return "padding";
-  if (attempt.spoil == Spoil::kUndeclared) return "was declared unused";
-  if (attempt.spoil == Spoil::kSentEmpty) return "was sent as empty";
+std::optional<ModelRefusal> Model::Refusal(const Attempt& attempt) const {
+  if (attempt.spoil == Spoil::kPadding) return ModelRefusal{reason::kAbortAndRedo};
+  if (attempt.spoil == Spoil::kUndeclared || attempt.spoil == Spoil::kSentEmpty) {
+    return ModelRefusal{reason::kAbortAndRedo,
+                        NameOf(job_.parameters[SpoiledParameter(job_, attempt)])};
+  }
   if (job_.unused_policy != UnusedPolicy::kError) return std::nullopt;
   for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
-    if (IsUnused(attempt, p)) return NameOf(job_.parameters[p]);
+    if (IsUnused(attempt, p))
+      return ModelRefusal{reason::kAbortAndRedo, NameOf(job_.parameters[p])};
   }
   return std::nullopt;
 }
 
-std::optional<std::string> Model::Refusal(const Attempt& attempt, int rank,
-                                          uint32_t micro_steps) const {
+std::optional<ModelRefusal> Model::Refusal(const Attempt& attempt, int rank,
+                                           uint32_t micro_steps) const {
   if (job_.unused_policy != UnusedPolicy::kError) return std::nullopt;
   bool any_parameter = false;
   std::vector<bool> reached(micro_steps, false);
@@ -119,11 +122,10 @@ std::optional<std::string> Model::Refusal(const Attempt& attempt, int rank,
       if ((found->second[m] >> rank & 1) != 0) reached[m] = true;
     }
   }
-  const bool all_reached = std::find(reached.begin(), reached.end(), false) == reached.end();
-  if (!any_parameter || all_reached) return std::nullopt;
-  return absl::StrCat("rank ", rank, ", micro-step ",
-                      std::find(reached.begin(), reached.end(), false) - reached.begin(),
-                      ": backward reached none");
+  const auto none = std::find(reached.begin(), reached.end(), false);
+  if (!any_parameter || none == reached.end()) return std::nullopt;
+  return ModelRefusal{.reason = reason::kAbortAndRedo,
+                      .micro_step = static_cast<uint32_t>(none - reached.begin())};
 }
 
 std::vector<std::vector<float>> Model::SumGradients(const Attempt& attempt) const {
@@ -258,12 +260,12 @@ ModelOutcome Model::Commit(const Attempt& attempt) {
   return outcome;
 }
 
-ModelOutcome Model::GiveUp(const Attempt& attempt, const std::string& why) {
+ModelOutcome Model::GiveUp(const Attempt& attempt) {
   previous_ = state_;
   ++skipped_steps_;
   state_.last_step_applied = false;
   EndStep(attempt, /*voted=*/false);
-  return {.decision = {}, .given_up = why, .hyper_parameters = terms_};
+  return {.decision = {}, .given_up = true, .hyper_parameters = terms_};
 }
 
 void Model::EndStep(const Attempt& attempt, bool voted) {

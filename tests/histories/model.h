@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "tests/histories/history.h"
@@ -41,8 +42,15 @@ struct ModelOutcome {
   std::vector<std::string> unused_parameters;
   std::string culprit;  // The parameter that the reason for skipping names; empty: none.
   bool abandoned = false;
-  std::string given_up;  // Why the step could not be kept; empty: it was decided by votes.
+  bool given_up = false;  // The step could not be kept; false: it was decided by votes.
   std::vector<HyperParameters> hyper_parameters;  // As used.
+};
+
+// What the refusal of a seal says.
+struct ModelRefusal {
+  absl::string_view reason = {};            // Empty: any.
+  std::string parameter = {};               // The first that it names; empty: any.
+  std::optional<uint32_t> micro_step = {};  // Of the rank that seals; nullopt: any.
 };
 
 class Model {
@@ -58,17 +66,17 @@ class Model {
   // The first rank begins a step. Forgets an attempt before it.
   void Begin(const Attempt& attempt);
   // Why no seal can make this attempt whole; nullopt: one can.
-  std::optional<std::string> Refusal(const Attempt& attempt) const;
+  std::optional<ModelRefusal> Refusal(const Attempt& attempt) const;
   // Why this rank's seal can not be taken: one of its first `micro_steps` backwards reached
   // nothing.
-  std::optional<std::string> Refusal(const Attempt& attempt, int rank, uint32_t micro_steps) const;
+  std::optional<ModelRefusal> Refusal(const Attempt& attempt, int rank, uint32_t micro_steps) const;
   // All ranks have sealed a whole step.
   ModelOutcome Commit(const Attempt& attempt);
   // What the ranks are told before they vote.
   double Norm(const Attempt& attempt) const;
   std::vector<double> GroupNorms(const Attempt& attempt) const;
-  // The step cannot be kept, because of `why`, and is skipped.
-  ModelOutcome GiveUp(const Attempt& attempt, const std::string& why);
+  // The step cannot be kept, and is skipped.
+  ModelOutcome GiveUp(const Attempt& attempt);
   // A checkpoint's.
   void Load(const ModelState& state) {
     state_ = state;

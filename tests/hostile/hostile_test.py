@@ -50,8 +50,7 @@ PATIENCE = 60  # Seconds until a service that still does not answer, or has not 
 
 # What the service may have at once while a family attacks, in MiB beyond what it had before: what server/README.md
 # says that a peer can cost. Messages that have not been handled: 512 MiB, at this memory limit of 1 GiB. Descriptions
-# are read within that limit. A stream or connection: some 10 KB, and gRPC takes some ten thousand of a client that has
-# too many before that is noticed, and twice as much to end them. The rest is room for the heap, 64 MiB.
+# are read within that limit. A stream or connection: some 10 KB. The rest is room for the heap, 64 MiB.
 BUFFERED, LIMIT, HEAP = 512, 1024, 64
 PEAKS = {
     "malformed": HEAP,
@@ -64,7 +63,7 @@ PEAKS = {
     "disk": BUFFERED + HEAP,
     "host": BUFFERED + HEAP,
     "frames": 2 * HEAP,  # Of four connections: some 10 MB each.
-    "connections": 2 * BUFFERED,
+    "connections": BUFFERED,
     "silence": HEAP,
     "http": 2 * HEAP,
     "tls": 2 * HEAP,
@@ -276,26 +275,50 @@ class Suite:
         print(f"{len(found)} honest steps have the bits that they have alone", flush=True) if not wrong else None
 
 
-def check_descriptors(folder):
-    """A service with few descriptors is asked for more connections than it can have; then it still answers."""
+@contextlib.contextmanager
+def limited_service(folder, limit, *flags):
     folder.mkdir()
     limited = folder / "limited"
-    limited.write_text(f'#!/bin/sh\nulimit -n 64\nexec {BIN / "ballastd"} "$@"\n', encoding="ascii")
+    limited.write_text(f'#!/bin/sh\nulimit {limit}\nexec {BIN / "ballastd"} "$@"\n', encoding="ascii")
     limited.chmod(0o700)
-    service = processes.Service(limited, folder, "--holder=none", "--memory-limit=64MiB", "--threads=1")
+    service = processes.Service(limited, folder, "--memory-limit=64MiB", "--threads=1", *flags)
     try:
-        target = attacks.Target(service.address)
-        for _ in range(2):
-            connection_attacks.idle_connections(target, 80, b"")
-        def answers():
-            return not attacks.Target(service.address).errors(attacks.JOBS + "ListJobs", b"", seconds=2)
-        await_("an answer after 80 connections with 64 descriptors", answers, service.process, PATIENCE)
-        if "out of file descriptors" not in read(service.log):
-            return [f"descriptors: no warning that they are out; the service said:{tail(service.log)}"]
-    except AssertionError as error:
-        return [f"descriptors: {error}"]
+        yield service, attacks.Target(service.address)
     finally:
         service.stop()
+
+
+def await_answer(what, service, method, request):
+    """Of a new connection."""
+    await_(f"an answer after {what}",
+           lambda: not attacks.Target(service.address).errors(attacks.JOBS + method, request, seconds=2),
+           service.process, PATIENCE)
+
+
+def check_descriptors(folder):
+    """A service with few descriptors is asked for more connections than it can have; then it still answers."""
+    try:
+        with limited_service(folder, "-n 64", "--holder=none") as (service, target):
+            for _ in range(2):
+                connection_attacks.idle_connections(target, 80, b"")
+            await_answer("80 connections with 64 descriptors", service, "ListJobs", b"")
+            if "out of file descriptors" not in read(service.log):
+                return [f"descriptors: no warning that they are out; the service said:{tail(service.log)}"]
+    except AssertionError as error:
+        return [f"descriptors: {error}"]
+    return []
+
+
+def check_memory(folder):
+    """A stranger opens streams until the service has no more memory. It ends, and the next process has its jobs."""
+    try:
+        with limited_service(folder, "-v 400000") as (service, target), target.job() as (name, uid, _):
+            connection_attacks.streams_without_end(target)
+            await_answer("a flood of streams", service, "GetJob", attacks.message((1, f"jobs/{name}"), (3, uid)))
+            if "started again" not in read(service.log):
+                return [f"memory: the service has not run out of it; it said:{tail(service.log)}"]
+    except AssertionError as error:
+        return [f"memory: {error}"]
     return []
 
 
@@ -312,9 +335,13 @@ def main():
         parser.error(f"there is no family {unknown.pop()}; there are {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         folder = pathlib.Path(folder)
-        attacked, failures = 0, [] if words.pace else check_descriptors(folder / "descriptors")
+        attacked, failures = 0, []
         if words.pace:
             pace.print_header()
+        else:
+            failures += check_descriptors(folder / "descriptors")
+            if not words.sanitized:  # It maps more than any limit.
+                failures += check_memory(folder / "memory")
         for guarded in (False, True):
             families = [name for name in words.families if (name in GUARDED) == guarded]
             if families:

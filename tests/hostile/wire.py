@@ -235,7 +235,7 @@ class RawConnection:
                 return
             self.unread += data
 
-    def await_service(self, seconds=10):
+    def await_service(self, seconds=60):
         """The service's settings, {number: value}, which are acknowledged. It takes calls from then on."""
         for kind, flags, _, payload in self.frames(seconds):
             if kind == self.SETTINGS and not flags:

@@ -35,7 +35,7 @@ def one_draw(folder, service, undisturbed, name, seed):
             if run.transport() != TRANSPORTS[shared]:
                 raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
             job = service.job(name)
-            if job["generation"] != "1.1" or job["coverage_complete_steps"] != TRAINING.steps:
+            if job["generation"] != {"epoch": 1, "count": 1} or job["coverage_complete_steps"] != TRAINING.steps:
                 raise AssertionError(f"generation {job['generation']}, coverage complete in "
                                      f"{job['coverage_complete_steps']} steps")
             service.ask("close", name, "--force")

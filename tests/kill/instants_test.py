@@ -159,20 +159,19 @@ class Life:
         self.check(step)
         killer.during("idle" if step % 2 else "save")
 
-    def ask(self, *words):
-        return subprocess.run([BIN / "ballast", *map(str, words), "--service", self.service.address], text=True,
-                              capture_output=True, timeout=PATIENCE, check=False)
+    def client(self):
+        return ballast.Client(self.service.address, PATIENCE, wait=0)
 
-    def until_done(self, killer, aim, *words):
+    def until_done(self, killer, aim, call, *arguments):
         """A call that a death cuts off is made again."""
         deadline = time.monotonic() + PATIENCE
         while True:
             killer.during(aim)
-            done = self.ask(*words)
-            if done.returncode == 0:
-                return json.loads(done.stdout)
-            if time.monotonic() > deadline or "there is no job" in done.stderr:
-                raise AssertionError(f"ballast {words}: {done.stderr}")
+            try:
+                return call(*arguments)
+            except ballast.BallastError as error:
+                if time.monotonic() > deadline or error.reason == "NO_SUCH_JOB":
+                    raise
 
     def live(self, killer):
         self.open()
@@ -182,11 +181,11 @@ class Life:
         self.check(0)
         for step in range(1, ASKED_AT + 1):
             self.step(step, killer)
-        asked = self.until_done(killer, "asked save", "save", self.job.name, self.folder / f"asked-{self.job.name}",
-                                "--json")["directory"]
+        asked = self.until_done(killer, "asked save", self.client().save, self.job.name,
+                                str(self.folder / f"asked-{self.job.name}"))["directory"]
         for step in range(ASKED_AT + 1, LOADED_AT + 1):
             self.step(step, killer)
-        self.until_done(killer, "load", "load", self.job.name, asked, "--json")
+        self.until_done(killer, "load", self.client().load, self.job.name, asked)
         self.session.close()
         self.open()
         self.session.read_weights()
@@ -200,21 +199,18 @@ class Life:
 
     def state(self):
         """Of all planes, as a checkpoint has them."""
-        saved = self.until_done(Quiet(), "idle", "save", self.job.name, "--json")
+        saved = self.until_done(Quiet(), "idle", self.client().save, self.job.name)
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()
                 for file in sorted(pathlib.Path(saved["directory"]).glob("*.safetensors"))}
 
     def check_checkpoints(self):
         """All that have their names are whole; returns how many there are. A save that is still under way may remove
         one between its being listed and read."""
-        await_("the end of saves", lambda: not json.loads(self.ask("job", self.job.name, "--json").stdout)["saves"])
-        verified = self.ask("verify", self.job.name, "--json")
-        if not verified.stdout:
-            raise WrongBits(verified.stderr)
-        found = json.loads(verified.stdout)["checkpoints"]
+        await_("the end of saves", lambda: not self.client().job(self.job.name)["saves"])
+        found = self.client().verify(self.job.name)
         problems = [checkpoint["problem"] for checkpoint in found if checkpoint["problem"]]
         if problems:
-            raise WrongBits(f"checkpoints: {verified.stdout}")
+            raise WrongBits(f"checkpoints: {problems}")
         return len(found)
 
 

@@ -94,7 +94,7 @@ def one_draw(folder, service, undisturbed, name, seed):
         if not hit:
             return None
         kills_done.append(len(hit))
-        generations.append(int(job["generation"].split(".")[1]))
+        generations.append(job["generation"]["count"])
         return f"{mode}, {TRANSPORTS[shared]}, killed {', '.join(hit)}; generation {job['generation']}; same bits"
     except Exception as error:
         raise AssertionError(f"{error}\n  to be killed (step, delay, rank): {kills}{run.story()}") from error

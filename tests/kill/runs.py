@@ -211,16 +211,15 @@ def undisturbed_result(folder, service, name, training):
 
 
 def with_known(losses, undisturbed):
-    """The losses, and what nobody lived to write down of a step (nan, by losses.csv's rule) from the
-    undisturbed run; and in how many rows."""
-    rows = [(row[0], row[1], *known[2:]) if row[2:] == ("nan", "nan") else row
-            for row, known in zip(losses, undisturbed)] + losses[len(undisturbed):]
-    return rows, sum(a != b for a, b in zip(rows, losses))
+    """The losses, with the rows that nobody lived to write from the undisturbed run; and how many those are."""
+    written = {row[0] for row in losses}
+    unknown = [row for row in undisturbed if row[0] not in written]
+    return sorted(losses + unknown, key=lambda row: int(row[0])), len(unknown)
 
 
 def difference(result, undisturbed, fields=None, deaths=0):
     """What differs of these fields, or of all, for people; empty if nothing does. A death may cost a row
-    of the losses its norm and clip."""
+    of the losses."""
     losses, unknown = with_known(result.losses, undisturbed.losses)
     if unknown <= deaths:
         result = dataclasses.replace(result, losses=losses)

@@ -87,7 +87,7 @@ class StoppedWorkers(unittest.TestCase):
         os.kill(pid, signal.SIGCONT)
         self.assertEqual(run.wait(), 0, run.story())
         self.assertEqual(run.restarts(), 0)
-        self.assertEqual(self.service.job("late")["generation"], "1.1")
+        self.assertEqual(self.service.job("late")["generation"], {"epoch": 1, "count": 1})
         self.assert_same_bits(run)
 
     def test_the_trainers_own_limit_ends_the_wait_with_the_name_of_the_rank(self):
@@ -159,7 +159,7 @@ class DeadService(unittest.TestCase):
         empty = Service(self.folder, listen=self.listen)
         self.addCleanup(empty.stop)
         self.assert_ends_with(r"^rank [01] of 2 failed: ballast-worker: .*there is no job orphan; this service "
-                              r"began (?:\d+m?s ago|just now), and what an earlier one had not saved is lost")
+                              r"started (?:\d+m?s ago|just now), and unsaved jobs of an earlier one are lost")
         self.assertIn("no jobs", empty.ask("jobs"))
 
     def test_a_service_that_came_back_names_the_last_checkpoint(self):
@@ -174,7 +174,7 @@ class DeadService(unittest.TestCase):
         empty = Service(self.folder, *flags, listen=self.listen)
         self.addCleanup(empty.stop)
         last = max(int(path.name[len("step-"):-len(".1")]) for path in (saved / "orphan").glob("step-*.1"))
-        self.assert_ends_with(rf"there is no job orphan; .* is lost; saved was step {last}, in "
+        self.assert_ends_with(rf"there is no job orphan; .* are lost; its last save is step {last}, in "
                               rf"{saved}/orphan/step-{last}\.1: start its workers with --resume=orphan\b")
 
 

@@ -25,7 +25,7 @@ from processes import end_group, start
 UPGRADES = 5
 TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
 # Of this version (server/holder/holder_table.h, kept_job.h).
-PROTOCOL, FORMAT = 3, 1
+PROTOCOL, FORMAT = 1, 1
 
 
 def upgrade(process, program=BIN / "ballastd"):
@@ -211,7 +211,7 @@ class Upgrades(unittest.TestCase):
         certificate.chmod(0o600)
         for text, words in {
                 "thread = 2\n": ".*config, line 1: there is no key 'thread'; did you mean threads.*",
-                "threads = many\n": ".*config, line 1, threads: bad value 'many'.*",
+                "threads = many\n": ".*config, line 1: --threads: bad value 'many'.*",
                 f"tls-cert = {certificate}\ntls-key = {certificate}\n": f".*{certificate}.*",
                 f"checkpoint-dir = {config}\n": f"flag --checkpoint-dir={config}: .*",
         }.items():
@@ -247,7 +247,7 @@ class Upgrades(unittest.TestCase):
         config.write_text(f"listen = {one},127.0.0.1:{taken.getsockname()[1]}\n")
         code, said = upgrade(process.pid)
         self.assertEqual(code, 1)
-        self.assertIn(f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}: it is taken", said)
+        self.assertIn(f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}: the address is in use", said)
         # Less memory than there is in use, too: what is there stays.
         config.write_text(f"listen = {two}\nmemory-limit = 1MiB\n")
         code, said = upgrade(process.pid)
@@ -309,7 +309,7 @@ class Upgrades(unittest.TestCase):
         config.write_text(f"listen = 0.0.0.0:{port}\ninsecure = true\n")
         code, said = upgrade(process.pid)
         self.assertEqual(code, 1)
-        self.assertIn(f"cannot listen on 0.0.0.0:{port}: it is taken", said)
+        self.assertIn(f"cannot listen on 0.0.0.0:{port}: the address is in use", said)
         trainer.step(2)
         taken.close()
         for step, host in ((3, "0.0.0.0"), (4, "127.0.0.1")):

@@ -5,7 +5,8 @@
 
 #include <string>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
+#include "ballast/v1/train.pb.h"
 
 namespace ballast::proto {
 namespace {

@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "proto/frame.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
@@ -63,9 +62,7 @@ void CheckAgreement(absl::StatusOr<Frame<Message>> frame, const std::string& byt
   const bool valid = expected.ParseFromString(bytes);
   if (!frame.ok()) {
     Demand(frame.status().code() == absl::StatusCode::kInvalidArgument, "another code");
-    Demand(!valid || absl::StrContains(frame.status().message(), "nested too deeply") ||
-               absl::StrContains(frame.status().message(), "out of range"),
-           "a message was refused");
+    Demand(!valid, "a message was refused");
     return;
   }
   Demand(valid, "what is no message was read as one");

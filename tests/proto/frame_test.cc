@@ -9,11 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optimizer_service/common/reason.h"
+#include "tests/support/messages.h"
+
 namespace ballast::proto {
 namespace {
 
 using ::google::protobuf::util::MessageDifferencer;
-using ::testing::HasSubstr;
 
 grpc::ByteBuffer OneSlice(const std::string& bytes) {
   const grpc::Slice slice(bytes);
@@ -226,11 +228,12 @@ TEST(Frame, OfOneByteSlicesReadsTheSame) {
 TEST(Frame, TruncatedAnywhereIsInvalid) {
   const std::string bytes = GradientMessage(SomePayload(200)).SerializeAsString();
   for (size_t size = 1; size < bytes.size(); ++size) {
-    const absl::StatusOr<Frame<v1::TrainRequest>> frame =
-        ParseTrainRequest(OneSlice(bytes.substr(0, size)));
-    ASSERT_EQ(frame.status().code(), absl::StatusCode::kInvalidArgument) << size;
-    ASSERT_THAT(frame.status().message(), HasSubstr("ballast.v1.TrainRequest")) << size;
+    ASSERT_EQ(ParseTrainRequest(OneSlice(bytes.substr(0, size))).status().code(),
+              absl::StatusCode::kInvalidArgument)
+        << size;
   }
+  EXPECT_TRUE(Refused(ParseTrainRequest(OneSlice(bytes.substr(0, 1))),
+                      absl::StatusCode::kInvalidArgument, reason::kMalformedMessage));
 }
 
 TEST(Frame, PayloadIsNotCopied) {
@@ -396,10 +399,8 @@ TEST(Frame, OfManyBytesBesideItsPayloadIsInvalid) {
   state.mutable_update_counts()->Resize(1 << 20, 1);
   EXPECT_TRUE(ParseUploadWeightsRequest(OneSlice(message.SerializeAsString())).ok());
   state.mutable_update_counts()->Resize(3 << 19, 1);
-  EXPECT_THAT(
-      std::string(
-          ParseUploadWeightsRequest(OneSlice(message.SerializeAsString())).status().message()),
-      HasSubstr("bytes without its payload"));
+  EXPECT_TRUE(Refused(ParseUploadWeightsRequest(OneSlice(message.SerializeAsString())),
+                      absl::StatusCode::kInvalidArgument, reason::kMalformedMessage));
 }
 
 TEST(Frame, OfNoBytesIsAnEmptyMessage) {
@@ -429,20 +430,16 @@ TEST(ControlMessage, OfAnyCallerIsBoundedAndHasOnlyTheFieldsThatThereAre) {
   const absl::StatusOr<v1::GetJobRequest> read = ParseRequest<v1::GetJobRequest>(OneSlice(bytes));
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->SerializeAsString(), request.SerializeAsString());
-  const auto refusal = [](const std::string& refused, size_t most_bytes) {
-    const absl::Status status =
-        ParseRequest<v1::GetJobRequest>(OneSlice(refused), most_bytes).status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-    return std::string(status.message());
+  const auto expect_refused = [](const std::string& refused, size_t most_bytes) {
+    EXPECT_TRUE(Refused(ParseRequest<v1::GetJobRequest>(OneSlice(refused), most_bytes),
+                        absl::StatusCode::kInvalidArgument, reason::kMalformedMessage));
   };
   const std::string large = Field(15, std::string(kMaxRequestBytes, 'x'));
-  EXPECT_THAT(refusal(large, kMaxRequestBytes),
-              HasSubstr("too large for a ballast.v1.GetJobRequest: it has 65540 bytes"));
+  expect_refused(large, kMaxRequestBytes);
   std::string many;
   for (int i = 0; i < 70000; ++i) many += Field(15, "");
-  EXPECT_THAT(refusal(many, size_t{1} << 20), HasSubstr("more than 65536 fields"));
-  EXPECT_THAT(refusal("\x0a\x7f", kMaxRequestBytes),
-              HasSubstr("not a ballast.v1.GetJobRequest; send one as in ballast.proto"));
+  expect_refused(many, size_t{1} << 20);
+  expect_refused("\x0a\x7f", kMaxRequestBytes);
 }
 
 }  // namespace

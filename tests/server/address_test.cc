@@ -1,7 +1,9 @@
 #include "server/address.h"
 
+#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -11,11 +13,10 @@
 #include <string>
 
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "tests/support/messages.h"
 
 namespace ballast::server {
 namespace {
-
-using ::testing::HasSubstr;
 
 TEST(Address, IsTakenApart) {
   EXPECT_EQ(ParseAddress("127.0.0.1:70")->host, "127.0.0.1");
@@ -57,10 +58,8 @@ class UnixSocketTest : public testing::Test {
     EXPECT_EQ(bind(bound.number(), reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
     return bound;
   }
-  std::string WhyNotFree() const {
-    const absl::Status status = CheckUnixSocketIsFree(ParseAddress("unix:" + path_).value());
-    EXPECT_TRUE(status.ok() || absl::IsUnavailable(status)) << status;
-    return std::string(status.message());
+  absl::Status WhyNotFree() const {
+    return CheckUnixSocketIsFree(ParseAddress("unix:" + path_).value());
   }
 
   // Not in TempDir(), which may be deep: the path of a socket has at most 107 characters.
@@ -68,15 +67,15 @@ class UnixSocketTest : public testing::Test {
 };
 
 TEST_F(UnixSocketTest, IsFreeIfThereIsNoneOrItsProcessHasEnded) {
-  EXPECT_EQ(WhyNotFree(), "");
+  EXPECT_TRUE(WhyNotFree().ok());
   { const FileDescriptor ended = Bind(); }
-  EXPECT_EQ(WhyNotFree(), "");
+  EXPECT_TRUE(WhyNotFree().ok());
   EXPECT_TRUE(CheckUnixSocketIsFree(ParseAddress("unix:" + path_ + "/below").value()).ok());
 }
 
 TEST_F(UnixSocketTest, IsNotFreeIfNobodyCanTell) {
   const FileDescriptor other_kind = Bind(SOCK_DGRAM);
-  EXPECT_THAT(WhyNotFree(), HasSubstr("whether another process does cannot be told (Protocol"));
+  EXPECT_TRUE(Refused(WhyNotFree(), absl::StatusCode::kUnavailable));
 }
 
 TEST_F(UnixSocketTest, OfAnotherUserIsNotFree) {
@@ -86,13 +85,11 @@ TEST_F(UnixSocketTest, OfAnotherUserIsNotFree) {
   const bool is_root = geteuid() == 0;
   constexpr uid_t kNobody = 65534;
   if (is_root && seteuid(kNobody) != 0) GTEST_SKIP() << "root cannot be another user here";
-  const std::string why = WhyNotFree();
+  const absl::Status why = WhyNotFree();
   if (is_root) {
     ASSERT_EQ(seteuid(0), 0);
   }
-  EXPECT_EQ(why, "cannot listen on unix:" + path_ +
-                     ": whether another process does cannot be told (Permission denied); stop it "
-                     "and remove that file, or choose another");
+  EXPECT_TRUE(Refused(why, absl::StatusCode::kUnavailable));
 }
 
 TEST_F(UnixSocketTest, IsNotFreeWhereConnectionsQueueThatNobodyAccepts) {
@@ -100,9 +97,22 @@ TEST_F(UnixSocketTest, IsNotFreeWhereConnectionsQueueThatNobodyAccepts) {
   ASSERT_EQ(listen(listening.number(), 0), 0);
   // The first connects and fills the queue; the next one may not wait.
   for (int i = 0; i < 3; ++i) {
-    EXPECT_EQ(WhyNotFree(), "cannot listen on unix:" + path_ +
-                                ": another process does; stop it or choose another");
+    EXPECT_TRUE(Refused(WhyNotFree(), absl::StatusCode::kUnavailable));
   }
+}
+
+TEST(PeerAt, IsAsGrpcNamesIt) {
+  sockaddr_storage name = {};
+  EXPECT_EQ(PeerAt(name), "");
+  auto& six = reinterpret_cast<sockaddr_in6&>(name);
+  six.sin6_family = AF_INET6;
+  six.sin6_port = htons(50051);
+  ASSERT_EQ(inet_pton(AF_INET6, "fe80::1", &six.sin6_addr), 1);
+  EXPECT_EQ(PeerAt(name), "ipv6:%5Bfe80::1%5D:50051");
+  six.sin6_scope_id = 4;
+  EXPECT_EQ(PeerAt(name), "ipv6:%5Bfe80::1%254%5D:50051");
+  ASSERT_EQ(inet_pton(AF_INET6, "::ffff:10.0.0.1", &six.sin6_addr), 1);
+  EXPECT_EQ(PeerAt(name), "ipv4:10.0.0.1:50051");
 }
 
 }  // namespace

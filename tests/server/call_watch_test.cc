@@ -4,7 +4,6 @@
 
 #include <latch>
 #include <memory>
-#include <new>
 #include <thread>
 
 namespace ballast::server {
@@ -84,29 +83,6 @@ TEST(WatchedCall, MayEndWithinItsCancelling) {
   call = std::make_shared<WatchedCall>([&] { call->Ended(); }, 0);
   call->IsOver();
   call->Look(WatchedCall::Clock::now() + seconds(10));
-}
-
-TEST(WatchedCall, IsCancelledAgainWhereThereWasNoMemoryForThatUntilItHasEnded) {
-  int tried = 0;
-  bool ends = false;
-  WatchedCall* watched = nullptr;
-  WatchedCall call(
-      [&] {
-        ++tried;
-        if (ends) watched->Ended();
-        throw std::bad_alloc();
-      },
-      0);
-  watched = &call;
-  call.IsOver();
-  const auto later = WatchedCall::Clock::now() + seconds(10);
-  call.Look(later);
-  call.Look(later);
-  EXPECT_EQ(tried, 2);
-  ends = true;
-  call.Look(later);
-  call.Look(later);
-  EXPECT_EQ(tried, 3);
 }
 
 TEST(WatchedCall, IsNotGoneBeforeItsCancellingElsewhereIs) {

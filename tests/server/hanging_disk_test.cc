@@ -18,7 +18,6 @@
 
 #include "absl/types/span.h"
 #include "proto/convert.h"
-#include "server/call_guard.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/server/tiny_job.h"
 
@@ -245,35 +244,6 @@ TEST_F(HangingDiskWithMemoryTest, ASaveThatHangsHoldsUpNothingAndIsShown) {
   ExpectAllOk({&save, 1});
 }
 
-TEST_F(HangingDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
-  AttachAndOpenAll();
-  Call save = SaveThatHangs();
-  std::vector<Call> steps = Train(1);
-  AwaitPhase(JobPhase::kSealed);  // By all ranks; the save holds back the decision.
-  std::vector<Call> summaries = ForEachRank([this](TestWorker&) { return Summarize(); });
-  ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
-  EXPECT_FALSE(HasEnded(save));
-  for (const Call& step : steps) EXPECT_FALSE(HasEnded(step));
-
-  disk_.Release();
-  ExpectAllOk({&save, 1});
-  ExpectAllOk(absl::MakeSpan(steps));
-  ExpectAllOk(absl::MakeSpan(summaries));
-  EXPECT_EQ(slow().Status().committed_step, 1);
-}
-
-TEST_F(HangingDiskTest, AJobIsClosedWhileItsSaveHangs) {
-  Call save = SaveThatHangs();
-  Call close = Close();
-  ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
-  EXPECT_FALSE(HasEnded(save));
-
-  disk_.Release();
-  save.wait();
-  ExpectAllOk({&close, 1});
-  EXPECT_EQ(Summarize().error_code(), grpc::StatusCode::NOT_FOUND);
-}
-
 TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt) {
   AttachAndOpenAll();
   Call save = SaveThatHangs();
@@ -323,12 +293,6 @@ TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt)
   ExpectAllOk(absl::MakeSpan(steps));
 }
 
-// Some parts of calls are slow, so that others overtake them.
-void PauseNowAndThen() {
-  static std::atomic<int> parts = 0;
-  if (++parts % 7 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-}
-
 // What is used after its end is for a sanitizer to see.
 TEST_F(HangingDiskTest, AStreamMayEndBeforeTheEngineHasReturnedFromOpeningIt) {
   AttachAndOpenAll();
@@ -337,45 +301,10 @@ TEST_F(HangingDiskTest, AStreamMayEndBeforeTheEngineHasReturnedFromOpeningIt) {
   std::vector<Call> opens =
       ForEachRank([this](TestWorker& worker) { return OpenAndClose(worker); });
   ASSERT_NO_FATAL_FAILURE(TrainOther(1));
-  before_guarded = PauseNowAndThen;
   disk_.Release();
   ExpectAllOk({&save, 1});
   ExpectAllOk(absl::MakeSpan(opens));
-  before_guarded = nullptr;
   for (Call& stream : streams) EXPECT_EQ(stream.get().error_code(), grpc::StatusCode::ABORTED);
-}
-
-TEST_F(HangingDiskTest, ALoadThatHangsHoldsUpItsJobOnly) {
-  AttachAndOpenAll();
-  std::vector<Call> steps = Train(1);
-  ExpectAllOk(absl::MakeSpan(steps));
-  ASSERT_TRUE(Save().get().ok());
-  disk_.HoldUp();
-  Call load = Load();
-  disk_.AwaitHeldUp();
-  std::vector<Call> calls = AttachEachAgain();
-  for (const auto& call : std::vector<std::function<grpc::Status(TestWorker&)>>{
-           [](TestWorker& worker) { return worker.Upload(); },
-           [this](TestWorker& worker) { return OpenAndClose(worker); },
-           [this](TestWorker&) { return Summarize(); }}) {
-    for (Call& of_rank : ForEachRank(call)) calls.push_back(std::move(of_rank));
-  }
-  ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
-  EXPECT_FALSE(HasEnded(load));
-
-  disk_.Release();
-  ExpectAllOk({&load, 1});
-  for (Call& call : calls) {  // Answered after the load, or refused because of it.
-    const grpc::Status status = call.get();
-    EXPECT_THAT(status.error_code(),
-                AnyOf(grpc::StatusCode::OK, grpc::StatusCode::ABORTED,
-                      grpc::StatusCode::UNAVAILABLE, grpc::StatusCode::FAILED_PRECONDITION))
-        << status.error_message();
-  }
-  AttachAndOpenAll();
-  steps = Train(2);
-  ExpectAllOk(absl::MakeSpan(steps));
-  EXPECT_EQ(slow().Status().committed_step, 2);
 }
 
 // Otherwise a service that is told to stop would wait for the disk.

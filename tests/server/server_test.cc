@@ -3,9 +3,6 @@
 
 #include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -15,18 +12,16 @@
 #include <thread>
 
 #include "cpu_optimizer_service/common/reason.h"
-#include "cpu_optimizer_service/common/system/file_descriptor.h"
 #include "proto/status.h"
 #include "server/call_pool.h"
-#include "server/stream_watch.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/server/grpc_refused.h"
 #include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -46,9 +41,7 @@ TEST(Server, RefusesATakenAddressNamingIt) {
   Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
   for (const std::string& taken : first.server().addresses()) {
     const auto second = Server::Start(engine, {.listen = {taken}});
-    EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
-    EXPECT_THAT(std::string(second.status().message()),
-                AllOf(HasSubstr(taken), Not(HasSubstr("\n"))));
+    EXPECT_TRUE(Refused(second.status(), absl::StatusCode::kUnavailable));
   }
   grpc::ClientContext context;
   v1::ListJobsResponse response;
@@ -66,9 +59,7 @@ TEST(Server, TakesOverTheSocketOfAServiceThatDied) {
 TEST(Server, ListensBeyondThisHostOnlyIfToldThatThisIsInsecure) {
   Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
   const auto refused = Server::Start(engine, {.listen = {"0.0.0.0:0"}});
-  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(refused.status().message()),
-              AllOf(HasSubstr("0.0.0.0:0"), HasSubstr("--insecure")));
+  EXPECT_TRUE(Refused(refused.status(), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Server::Start(engine, {.listen = {"0.0.0.0:0"}, .insecure = true}).ok());
 }
 
@@ -205,82 +196,16 @@ TEST(Server, ListsItsServicesByReflection) {
   }
 }
 
-TEST(Server, ShowsItsMessagesByReflection) {
-  ServiceForTests service;
-  const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
-  // file_containing_symbol is field 4, file_by_filename field 3.
-  for (const std::string& request : {std::string("\x22\x15") + "ballast.v1.JobService",
-                                     std::string("\x1a\x18") + "ballast/v1/ballast.proto"}) {
-    const std::string file = Call(service, path, request);
-    EXPECT_THAT(file, HasSubstr("ballast/v1/ballast.proto"));
-    EXPECT_THAT(file, HasSubstr("max_micro_steps"));
-  }
-  EXPECT_THAT(Call(service, path, std::string("\x22\x01x")), HasSubstr("ask for list_services"));
-  EXPECT_THAT(Call(service, path, ""), HasSubstr("ask for list_services"));
-}
-
 TEST(Server, SaysOfAMethodThatItDoesNotHaveThatThereIsNone) {
   ServiceForTests service;
   for (const std::string& path : {std::string("/ballast.v1.JobService/Nothing"),
                                   std::string("/x.Y/Z"), "/" + std::string(5000, 'm')}) {
     const grpc::Status status = CallStatus(service, path, "");
     EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
-    EXPECT_THAT(status.error_message(),
-                AllOf(HasSubstr("has no method " + path.substr(0, 128)), HasSubstr("release")));
+    EXPECT_THAT(status.error_message(), HasSubstr(path.substr(0, 128)));
     EXPECT_LT(status.error_message().size(), 300);
     EXPECT_FALSE(status.error_details().empty()) << "it is the service that says so";
   }
-}
-
-// A client that does not acknowledge the settings that say how many streams it may have.
-TEST(Server, ClosesAConnectionWithMoreStreamsThanItMayHave) {
-  ServiceForTests service;
-  const std::string& address = service.server().addresses().front();
-  sockaddr_in name = {};
-  name.sin_family = AF_INET;
-  name.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
-  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  const FileDescriptor client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(connect(client.number(), reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
-  std::string frames = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-  const auto add = [&frames](uint8_t kind, uint8_t flags, uint32_t stream,
-                             const std::string& payload) {
-    for (const int shift : {16, 8, 0}) frames.push_back(static_cast<char>(payload.size() >> shift));
-    frames.push_back(static_cast<char>(kind));
-    frames.push_back(static_cast<char>(flags));
-    for (const int shift : {24, 16, 8, 0}) frames.push_back(static_cast<char>(stream >> shift));
-    frames += payload;
-  };
-  std::string headers;
-  for (const auto& [key, value] : {std::pair<std::string, std::string>{":method", "POST"},
-                                   {":scheme", "http"},
-                                   {":path", "/ballast.v1.JobService/GetJob"},
-                                   {":authority", "x"},
-                                   {"content-type", "application/grpc"},
-                                   {"te", "trailers"}}) {
-    headers.push_back('\0');
-    for (const std::string& text : {key, value}) {
-      headers.push_back(static_cast<char>(text.size()));
-      headers += text;
-    }
-  }
-  constexpr uint8_t kHeaders = 1, kSettings = 4, kEndHeaders = 4;
-  add(kSettings, 0, 0, "");
-  for (int64_t i = 0; i <= StreamWatch::kMost; ++i) {
-    add(kHeaders, kEndHeaders, static_cast<uint32_t>(2 * i + 1), headers);
-  }
-  ASSERT_EQ(send(client.number(), frames.data(), frames.size(), MSG_NOSIGNAL),
-            static_cast<ssize_t>(frames.size()));
-  pollfd polled = {.fd = client.number(), .events = POLLIN, .revents = 0};
-  std::string said(1 << 16, '\0');
-  ssize_t bytes = 0;
-  do {
-    ASSERT_EQ(poll(&polled, 1, 120'000), 1) << "it is not closed";
-    bytes = recv(client.number(), said.data(), said.size(), 0);
-  } while (bytes > 0);
-  grpc::ClientContext context;
-  v1::ListJobsResponse list;
-  EXPECT_TRUE(service.jobs().ListJobs(&context, {}, &list).ok());
 }
 
 TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
@@ -326,8 +251,7 @@ TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
       stuck.push_back(std::move(reader));
     } else {
       const grpc::Status status = reader->Finish();
-      EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
-      EXPECT_THAT(status.error_message(), HasSubstr("256 calls that read state in progress"));
+      EXPECT_TRUE(Refused(status, absl::StatusCode::kResourceExhausted));
       ++refused;
     }
   }
@@ -382,80 +306,6 @@ TEST(Server, DescribesItsJobs) {
   EXPECT_EQ(list.jobs(0).parameters_size(), 0);
   EXPECT_EQ(list.memory_limit_bytes(), kTestMemoryBytes);
   EXPECT_EQ(list.memory_used_bytes(), job.memory().total_bytes());
-}
-
-TEST(Server, ShowsStateByName) {
-  ServiceForTests service;
-  CreateTinyJob(service, "tiny");
-  grpc::ClientContext context;
-  v1::ReadStateRequest request;
-  request.set_name("jobs/tiny/parameters/b");
-  request.set_plane(v1::MASTER);
-  const auto reader = service.state().ReadState(&context, request);
-  v1::ReadStateResponse response;
-  ASSERT_TRUE(reader->Read(&response));
-  EXPECT_THAT(response.shape(), ElementsAre(40));
-  ASSERT_EQ(response.data().size(), 40 * sizeof(float));
-  std::vector<float> values(40);
-  std::memcpy(values.data(), response.data().data(), response.data().size());
-  for (int i = 0; i < 40; ++i) EXPECT_EQ(values[i], 1.5f + (44 + i) / 1024.0f);  // In chunk 1.
-  EXPECT_FALSE(reader->Read(&response));
-  EXPECT_TRUE(reader->Finish().ok());
-
-  grpc::ClientContext summary_context;
-  v1::SummarizeStateRequest summarize;
-  summarize.set_name("jobs/tiny/parameters/b");
-  v1::StateSummary summary;
-  ASSERT_TRUE(service.state().SummarizeState(&summary_context, summarize, &summary).ok());
-  EXPECT_EQ(summary.group(), "jobs/tiny/groups/decay");
-  ASSERT_EQ(summary.planes_size(), 3);
-  EXPECT_EQ(summary.planes(0).plane(), v1::MASTER);
-  EXPECT_EQ(summary.planes(0).min(), values.front());
-  EXPECT_EQ(summary.planes(0).max(), values.back());
-  EXPECT_EQ(summary.planes(1).zeros(), 40);
-}
-
-TEST(Server, ChangesAGroupFromTheNextStepOn) {
-  ServiceForTests service;
-  CreateTinyJob(service, "tiny");
-  grpc::ClientContext context;
-  v1::UpdateGroupRequest request;
-  request.set_name("jobs/tiny/groups/no_decay");
-  request.mutable_changes()->set_lr(0.5);
-  v1::ParamGroup group;
-  const grpc::Status status = service.jobs().UpdateGroup(&context, request, &group);
-  ASSERT_TRUE(status.ok()) << status.error_message();
-  EXPECT_EQ(group.name(), "jobs/tiny/groups/no_decay");
-  EXPECT_EQ(group.hyper_parameters().lr(), 0.5);
-  EXPECT_EQ(group.hyper_parameters().weight_decay(), 0.1);
-}
-
-TEST(Server, SavesAndLoadsAJob) {
-  ServiceForTests service;
-  CreateTinyJob(service, "tiny");
-  const std::string directory = testing::TempDir() + "ballast_save_" + std::to_string(getpid());
-  const std::string hash = service.StateHash("tiny");
-  grpc::ClientContext save_context;
-  v1::SaveJobRequest save;
-  save.set_name("jobs/tiny");
-  save.set_directory(directory);
-  v1::SaveJobResponse saved;
-  const grpc::Status status = service.state().SaveJob(&save_context, save, &saved);
-  ASSERT_TRUE(status.ok()) << status.error_message();
-  EXPECT_EQ(saved.step(), 0);
-  EXPECT_EQ(saved.directory(), directory + "/step-0.1");
-  EXPECT_GT(saved.bytes(), 3 * 350 * 4);
-
-  grpc::ClientContext load_context;
-  v1::LoadJobRequest load;
-  load.set_name("jobs/tiny");
-  load.set_directory(directory);
-  v1::LoadJobResponse loaded;
-  ASSERT_TRUE(service.state().LoadJob(&load_context, load, &loaded).ok());
-  EXPECT_GT(loaded.generation().count(), 1);
-  EXPECT_EQ(loaded.directory(), saved.directory());
-  EXPECT_EQ(service.StateHash("tiny"), hash);
-  std::filesystem::remove_all(directory);
 }
 
 }  // namespace

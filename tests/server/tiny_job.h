@@ -11,7 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "tests/support/service_for_tests.h"
 
 namespace ballast::server {

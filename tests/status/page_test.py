@@ -75,13 +75,13 @@ class Page(unittest.TestCase):
         # For less than a second, or less than two steps take.
         for waits, step, said in ((0.9, 0.01, False), (1.1, 0.01, True), (3.9, 2, False), (4.1, 2, True)):
             self.assertEqual(self.browser.run(
-                "return import('/service.js').then(page => page.overdue({ awaited: [0], seconds_since_first_seal: "
-                "arguments[0], last_step_seconds: arguments[1] }))", waits, step), said, (waits, step))
+                "return import('/service.js').then(page => page.overdue({ ranks: [{ sealed: false }], seconds_since_first_seal: "
+                "arguments[0], recent_steps: [{ seconds: arguments[1] }] }))", waits, step), said, (waits, step))
         # Without ranks a job between steps is idle, and no trouble; one that lacks some, or a step that does, is.
-        for attached, phase, state, said in ((0, "ready", "idle", None), (2, "ready", "between steps", "1 rank has no process."),
-                                             (0, "open", "gathering", "3 ranks have no process."), (3, "ready", "between steps", None)):
+        for attached, phase, state, said in ((0, "READY", "idle", None), (2, "READY", "between steps", "1 rank has no process."),
+                                             (0, "OPEN", "gathering", "3 ranks have no process."), (3, "READY", "between steps", None)):
             self.assertEqual(self.browser.run(
-                "return import('/service.js').then(page => { const job = { awaited: [], saves: [], world_size: 3, attached: "
+                "return import('/service.js').then(page => { const job = { ranks: [], saves: [], world_size: 3, attached_ranks: "
                 "arguments[0], phase: arguments[1] }; return [page.stateOf(job)[0], page.trouble(job)?.[0] ?? null]; })",
                 attached, phase), [state, said], (attached, phase))
         self.see("/s")  # The pace, once there are two answers.
@@ -193,6 +193,7 @@ class Page(unittest.TestCase):
         tab_to("steady")
         self.browser.press("Enter")
         self.see("Parameters", "h.0.attn.weight")
+        self.browser.await_("a chart", "return document.querySelector('#charts svg') !== null")
         self.browser.run("document.querySelector('#charts svg').focus()")
         said = "return document.querySelector('#charts output').textContent"
         self.browser.press("Home")
@@ -287,7 +288,7 @@ class PageWithTokens(unittest.TestCase):
     def test_it_is_asked_for_and_kept_by_the_tab(self):
         self.browser.open(self.base + "/")
         self.sees("Who looks?")
-        for token, seen in (("wrong", "knows no such token"), ("secret", "stuck")):
+        for token, seen in (("wrong", "does not know this token"), ("secret", "stuck")):
             self.browser.run("document.getElementById('token').value = arguments[0];"
                              "document.querySelector('form').requestSubmit()", token)
             self.sees(seen)

@@ -29,12 +29,12 @@ HANGING_RANK = 1
 class PlayedJob:
     """Ranks in threads of this process. They end with `stop`, and with the service."""
 
-    def __init__(self, channel, modules, name, world, hangs):
-        self.channel, (self.pb, self.rpc, self.client) = channel, modules
+    def __init__(self, channel, client, name, world, hangs):
+        self.channel, self.client, self.pb = channel, client, client.jobs_pb
         self.name, self.world, self.hangs = name, world, hangs
         self.stopped = threading.Event()
         self.stuck = threading.Event()  # The rank that hangs has begun to.
-        self.jobs = self.rpc.JobServiceStub(channel)
+        self.jobs = client.jobs_rpc.JobServiceStub(channel)
         self.jobs.CreateJob(self.pb.CreateJobRequest(job=self.describe()), timeout=30)
         self.barrier = threading.Barrier(world)
         self.threads = [threading.Thread(target=self.run, args=(rank,), daemon=True) for rank in range(world)]
@@ -102,16 +102,17 @@ class PlayedJob:
                     made[0] = np.inf
                 rank.gradient(index, numpy_adam.to_bfloat16(unpadded(chunk, made)), 0, True)
             rank.end_micro_step(0)
-            rank.seal(1, self.pb.Vote(clipping=self.pb.Clipping(max_norm=1.0)), self.report(number, step))
+            rank.seal(1, self.client.train_pb.Vote(clipping=self.pb.Clipping(max_norm=1.0)), self.report(number, step))
             rank.decision()
             rank.await_commit()
 
     def report(self, number, step):
         """Every rank tells its own; a loss that explodes is not finite."""
         loss = math.nan if step % 25 == 10 else 2 + 3 * math.exp(-step / 20) + 0.001 * number
-        return self.pb.RankReport(
+        return self.client.train_pb.RankReport(
             numbers={"loss": loss, "tokens_per_second": 1000.0 + step, "eval/accuracy": step / 1000},
-            seconds=self.pb.RankSeconds(compute=PACE_SECONDS * (1 + number), reduce=0.01, send=0.005, wait=0.05))
+            seconds=self.client.train_pb.RankSeconds(compute=PACE_SECONDS * (1 + number), reduce=0.01, send=0.005,
+                                                     wait=0.05))
 
     def others_wait(self, seconds):
         """True once every rank but the one that hangs has sealed the step."""
@@ -137,9 +138,8 @@ def played(address, proto):
     with tempfile.TemporaryDirectory() as folder:
         foreign_test.generate(pathlib.Path(proto), folder)
         import ballast_client as client
-        modules = (client.pb, client.rpc, client)
         with grpc.insecure_channel(address) as channel:
-            jobs = [PlayedJob(channel, modules, "steady", 2, False), PlayedJob(channel, modules, "stuck", 3, True)]
+            jobs = [PlayedJob(channel, client, "steady", 2, False), PlayedJob(channel, client, "stuck", 3, True)]
             try:
                 if not jobs[1].stuck.wait(60) or not jobs[1].others_wait(60):
                     raise AssertionError("the job that is to hang does not come so far")

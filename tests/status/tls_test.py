@@ -143,7 +143,7 @@ class Encrypted(unittest.TestCase):
         key = self.folder / "service.key"
         good = key.read_text()
         key.write_text("no key\n")
-        said = r"cannot read the certificate of 127\S+ again, .*service.key has no private key"
+        said = r"cannot read the certificate of 127\S+ again, .*service.key has no PEM private key"
         await_("the complaint", lambda: re.search(said, read(self.service.log)), self.service.process, SECONDS)
         self.assertEqual(self.served_certificate(), before)
         key.write_text(good)
@@ -223,7 +223,7 @@ class Starts(unittest.TestCase):
         tls, tokens = guarded.flags[:2], guarded.flags[3:]
         readable = "others could read the tokens of --tokens-file on their way; give --tls-cert and --tls-key"
         for flags, why in ((tokens, readable), ([*tokens, "--metrics-insecure"], readable),
-                           (tls, "without saying who they are; give --tls-client-ca or --tokens-file"),
+                           (tls, "without authentication; give --tls-client-ca or --tokens-file"),
                            ([], "without encryption; give --tls-cert, --tls-key")):
             with self.subTest(flags):
                 done = subprocess.run([BALLASTD, f"--listen=unix:{folder}/socket", "--nostartup-benchmark",

@@ -11,7 +11,9 @@
 #include <memory>
 #include <string>
 
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
+#include "ballast/v1/state.grpc.pb.h"
+#include "ballast/v1/train.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "server/server.h"

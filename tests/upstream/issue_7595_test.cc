@@ -1,6 +1,5 @@
 // DeepSpeed issue 7595: backward reached the parameters, but no gradient bucket was filled, and the
 // step failed far from the cause; with empty groups and layers the same buckets are rightly empty.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,17 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/messages.h"
 #include "tests/upstream/linear_model.h"
 #include "tests/upstream/offloaded_run.h"
 #include "tests/upstream/tensors.h"
 
 namespace ballast {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 constexpr double kTolerance = 5e-5;
 
@@ -115,11 +112,8 @@ TEST_P(Issue7595Test, HooksThatFireNoMoreOnOneWorkerAreRefusedAtItsSealByName) {
     run->EndMicroStep(0, m, {});
     run->EndMicroStep(1, m, m == 0 ? UsedParameters{} : UsedIn({}));
   }
-  const absl::Status refused = run->Seal(1, 2);
-  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(refused.message()),
-              HasSubstr("rank 1, micro-step 1: backward reached none of its 2 parameters (first, "
-                        "second)"));
+  EXPECT_TRUE(
+      Refused(run->Seal(1, 2), absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   EXPECT_EQ(run->job().Status().committed_step, 0u);
   EXPECT_EQ(run->job().StateHash(), before);
 }
@@ -137,11 +131,8 @@ TEST_P(Issue7595Test, AMicroStepThatNeverArrivedIsRefusedAtItsSealByName) {
     run->EndMicroStep(0, m, {});
     run->EndMicroStep(1, m, {});
   }
-  const absl::Status refused = run->Seal(1, 2);
-  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(
-      std::string(refused.message()),
-      AllOf(HasSubstr("rank 1 has not sent micro-step 1 of second"), Not(HasSubstr("first"))));
+  EXPECT_TRUE(
+      Refused(run->Seal(1, 2), absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
   EXPECT_EQ(run->job().Status().committed_step, 0u);
   EXPECT_EQ(run->job().StateHash(), before);
 
@@ -158,11 +149,8 @@ TEST_P(Issue7595Test, NoHookOnAnyWorkerIsRefusedAtEachSeal) {
   run->Begin();
   for (int rank = 0; rank < 2; ++rank) run->EndMicroStep(rank, 0, UsedIn({}));
   for (int rank = 0; rank < 2; ++rank) {
-    const absl::Status refused = run->Seal(rank, 1);
-    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(std::string(refused.message()),
-                HasSubstr("rank " + std::to_string(rank) +
-                          ", micro-step 0: backward reached none of its 2 parameters"));
+    EXPECT_TRUE(
+        Refused(run->Seal(rank, 1), absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   }
   EXPECT_EQ(run->job().Status().committed_step, 0u);
   EXPECT_EQ(run->job().StateHash(), before);
@@ -195,15 +183,19 @@ TEST(Issue7595EmptyBucketTest, NothingArrivedDeclaredUnusedAndAlreadyDrainedAreT
     const auto refusal = driver.stream(0).Seal(1, 1).value();
     EXPECT_TRUE(driver.job().AbortStep().ok());
     driver.AttachAll();
-    return refusal.has_value() ? std::string(refusal->status.message()) : "taken";
+    return refusal.has_value() ? refusal->status : absl::OkStatus();
   };
   const UsedParameters first_only = {.all = false, .parameters = {0}};
-  EXPECT_THAT(refusal_with(false, first_only), HasSubstr("has not sent micro-step 0 of second"));
-  EXPECT_THAT(refusal_with(true, first_only), HasSubstr("no rank gave a gradient to second"));
-  EXPECT_THAT(refusal_with(false, UsedIn({})), HasSubstr("backward reached none"));
-  EXPECT_THAT(refusal_with(true, UsedIn({})), HasSubstr("backward reached none"));
-  EXPECT_THAT(refusal_with(true, {}),
-              AllOf(HasSubstr("second received a gradient"), HasSubstr("but was sent as empty")));
+  EXPECT_TRUE(Refused(refusal_with(false, first_only), absl::StatusCode::kFailedPrecondition,
+                      reason::kSendAndSealAgain));
+  EXPECT_TRUE(Refused(refusal_with(true, first_only), absl::StatusCode::kFailedPrecondition,
+                      reason::kAbortAndRedo));
+  EXPECT_TRUE(Refused(refusal_with(false, UsedIn({})), absl::StatusCode::kFailedPrecondition,
+                      reason::kAbortAndRedo));
+  EXPECT_TRUE(Refused(refusal_with(true, UsedIn({})), absl::StatusCode::kFailedPrecondition,
+                      reason::kAbortAndRedo));
+  EXPECT_TRUE(Refused(refusal_with(true, {}), absl::StatusCode::kFailedPrecondition,
+                      reason::kAbortAndRedo));
 
   // Drained: the service holds all of it, and an empty bucket at the seal is as it should be. What
   // comes again is a repeat; what comes after the commit is of no open step.
@@ -213,8 +205,8 @@ TEST(Issue7595EmptyBucketTest, NothingArrivedDeclaredUnusedAndAlreadyDrainedAreT
   EXPECT_EQ(driver.Send(0, driver.Values(0, 9), 0).value(), ContributionResult::kRepeat);
   driver.SealAll(1);
   EXPECT_EQ(driver.job().Status().committed_step, 1u);
-  EXPECT_THAT(std::string(driver.Send(0, driver.Values(0, 9), 0).status().message()),
-              HasSubstr("step 2 of job states is not open"));
+  EXPECT_TRUE(Refused(driver.Send(0, driver.Values(0, 9), 0), absl::StatusCode::kFailedPrecondition,
+                      reason::kOtherStep));
 }
 
 // ------------------------------------------------------------- parameters that take no part
@@ -268,11 +260,8 @@ TEST_P(Issue7595Test, Of1083ParametersThe63ReachedAreUpdatedAndNoOther) {
 TEST_P(Issue7595Test, Of1083ParametersThoseNotReachedAreAnErrorUnlessAllowed) {
   const JobSpec spec = Parameters1083(UnusedPolicy::kError);
   const auto run = OffloadedRun::Start(GetParam(), spec, RandomFor(spec, AllOfThem(spec), 1));
-  const auto outcome = run->Step({{RandomFor(spec, The63(), 2), RandomFor(spec, The63(), 3)}});
-  EXPECT_EQ(outcome.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(outcome.status().message()),
-              AllOf(HasSubstr("no rank gave a gradient to p0, p1, p2, p4"),
-                    HasSubstr("and 1004 more"), HasSubstr("unused_policy")));
+  EXPECT_TRUE(Refused(run->Step({{RandomFor(spec, The63(), 2), RandomFor(spec, The63(), 3)}}),
+                      absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   EXPECT_EQ(run->job().Status().committed_step, 0u);
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "tests/support/plain_adamw.h"
 
 namespace ballast {
 
@@ -52,45 +53,32 @@ inline double MaxDifference(const Tensors& a, const TensorsOf<double>& b) {
   return largest;
 }
 
-// torch.optim.Adam in double, without weight decay: parameters without a gradient are left alone.
+// torch.optim.AdamW in double: parameters without a gradient are left alone.
 class PlainAdam {
  public:
-  PlainAdam(const Tensors& weights, const HyperParameters& values)
-      : weights_(ToDouble(weights)), values_(values) {}
+  PlainAdam(const Tensors& weights, HyperParameters values) : weights_(ToDouble(weights)) {
+    values.weight_decay = 0;
+    for (const auto& [parameter, tensor] : weights_) {
+      for (const double weight : tensor) elements_[parameter].push_back({weight, values});
+    }
+  }
 
   const TensorsOf<double>& weights() const { return weights_; }
 
   // `gradients` summed over ranks and micro-steps.
   void Step(const TensorsOf<double>& gradients, double divisor) {
     for (const auto& [parameter, sum] : gradients) {
-      State& state = states_[parameter];
-      state.exp_avg.resize(sum.size());
-      state.exp_avg_sq.resize(sum.size());
-      ++state.updates;
-      const double correction1 = 1 - std::pow(values_.beta1, state.updates);
-      const double correction2 = 1 - std::pow(values_.beta2, state.updates);
       for (size_t i = 0; i < sum.size(); ++i) {
-        const double gradient = sum[i] / divisor;
-        double& m = state.exp_avg[i];
-        double& v = state.exp_avg_sq[i];
-        m = values_.beta1 * m + (1 - values_.beta1) * gradient;
-        v = values_.beta2 * v + (1 - values_.beta2) * gradient * gradient;
-        weights_[parameter][i] -=
-            values_.lr / correction1 * m / (std::sqrt(v / correction2) + values_.eps);
+        PlainAdamW& element = elements_[parameter][i];
+        element.Update(sum[i] / divisor);
+        weights_[parameter][i] = element.weight;
       }
     }
   }
 
  private:
-  struct State {
-    std::vector<double> exp_avg;
-    std::vector<double> exp_avg_sq;
-    int updates = 0;
-  };
-
   TensorsOf<double> weights_;
-  std::map<int, State> states_;
-  const HyperParameters values_;
+  std::map<int, std::vector<PlainAdamW>> elements_;
 };
 
 }  // namespace ballast

@@ -1,5 +1,4 @@
 // completion. deploy/completion has what it prints, and a test compares the two.
-#include <nlohmann/json.hpp>
 #include <set>
 #include <string>
 #include <vector>
@@ -8,8 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "ballast/v1/tool.pb.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_json.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -32,7 +32,8 @@ std::vector<std::string> NamesOf(const std::vector<Command>& commands) {
 // The tool answers within two seconds or not at all: a shell waits for it.
 constexpr char kAsk[] = "jobs --json --timeout=2";
 // bash executes what it finds in a list of words, so nothing else than a name gets there.
-constexpr char kNames[] = "2>/dev/null | sed -n 's/^ *\"name\": \"\\([A-Za-z0-9._-]*\\)\",$/\\1/p'";
+constexpr char kNames[] =
+    "2>/dev/null | sed -n 's/^ *\"name\": \"jobs\\/\\([A-Za-z0-9._-]*\\)\",$/\\1/p'";
 
 std::string BashScript() {
   const std::vector<Command> commands = AllCommands();
@@ -187,8 +188,10 @@ absl::StatusOr<Action> PrepareCompletion(const Arguments& arguments) {
         absl::StrCat("no completion for '", shell, "'; expected bash or zsh"));
   }
   return [shell](Service& /*service*/, bool json) -> absl::StatusOr<std::string> {
-    const std::string script = shell == "bash" ? BashScript() : ZshScript();
-    return json ? Dump({{"shell", shell}, {"script", script}}) : script;
+    v1::CompletionScript completion;
+    completion.set_shell(shell);
+    completion.set_script(shell == "bash" ? BashScript() : ZshScript());
+    return json ? proto::ToJson(completion) : completion.script();
   };
 }
 

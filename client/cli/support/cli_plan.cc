@@ -1,15 +1,14 @@
 // plan.
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/cli_command.h"
-#include "client/cli/cli_json.h"
 #include "client/cli/support/plan.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
+#include "proto/message_json.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -32,28 +31,29 @@ absl::StatusOr<Action> PreparePlan(const Arguments& arguments) {
   // All of the work is done before the action: an error in the description is wrong usage.
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec,
                            ReadPlanSpec(arguments.positional(0), static_cast<int>(world_size)));
-  BALLAST_ASSIGN_OR_RETURN(Plan plan, MakePlan(std::move(spec), limit_bytes));
-  return [plan = std::move(plan)](Service&, bool json) -> absl::StatusOr<Answer> {
-    return Answer(json ? Dump(ToJson(plan)) : PlanText(plan), plan.fits());
+  BALLAST_ASSIGN_OR_RETURN(const v1::JobPlan plan, MakePlan(std::move(spec), limit_bytes));
+  return [plan](Service&, bool json) -> absl::StatusOr<Answer> {
+    BALLAST_ASSIGN_OR_RETURN(std::string text, json ? proto::ToJson(plan) : PlanText(plan));
+    return Answer(std::move(text), FitsSomehow(plan));
   };
 }
 
 }  // namespace
 
 Command PlanCommand() {
-  return {
-      .spec = {.name = "plan",
-               .positionals = {"SPEC"},
-               .summary = "whether a job will fit, and with which options; asks no service",
-               .details = "SPEC is a size, COUNT[:bf16|fp16|fp32][:amsgrad], such as 7B:bf16, or "
-                          "a file with a job\nas CreateJob takes it (ballast.v1.Job in JSON), in "
-                          "which partitions may be left out.\nThe figures are those that a service "
-                          "of this version allocates by. The exit code is 1 if it does not fit.",
-               .flags = {{"memory", "SIZE",
-                          "the service's --memory-limit (default: what ballastd would take here)"},
-                         {"world-size", "N", "ranks (default 1, or the file's)"}}},
-      .asks_service = false,
-      .prepare = PreparePlan};
+  return {.spec = {.name = "plan",
+                   .positionals = {"SPEC"},
+                   .summary = "whether a job will fit, and with which options; needs no service",
+                   .details = "SPEC is a size, COUNT[:bf16|fp16|fp32][:amsgrad], such as 7B:bf16, "
+                              "or a file with a job\nas CreateJob takes it (ballast.v1.Job in "
+                              "JSON, partitions optional). A service of this version\nallocates by "
+                              "these figures. The exit code is 1 if the job does not fit.",
+                   .flags =
+                       {{"memory", "SIZE",
+                         "the service's --memory-limit (default: ballastd's default on this host)"},
+                        {"world-size", "N", "ranks (default 1, or the file's)"}}},
+          .asks_service = false,
+          .prepare = PreparePlan};
 }
 
 }  // namespace ballast::client::cli

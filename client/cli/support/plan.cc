@@ -17,8 +17,10 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "client/cli/cli_print.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -98,9 +100,8 @@ absl::Status NoJobError(const std::string& path, const std::string& text, const 
   const std::string place =
       absl::StrReplaceAll(said.substr(0, said.find(':')), {{"(", ""}, {") ", "."}, {")", ""}});
   return absl::InvalidArgumentError(absl::StrCat(
-      path, " is no job as CreateJob takes it (ballast.v1.Job in JSON): at ",
-      absl::Utf8SafeCEscape(place),
-      " there is a field that it does not have, or a value of another type; see ballast.proto"));
+      path, " is not a ballast.v1.Job in JSON: the field ", absl::Utf8SafeCEscape(place),
+      " is unknown, or its value has the wrong type; see jobs.proto"));
 }
 
 absl::StatusOr<JobSpec> FromFile(const std::string& path) {
@@ -132,10 +133,6 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
   return spec.ok() ? spec : Annotate(spec.status(), path);
 }
 
-std::string Fits(bool fits) { return fits ? "yes" : "no"; }
-
-const char* NameOf(UpdateMode mode) { return mode == UpdateMode::kWait ? "wait" : "speculate"; }
-
 }  // namespace
 
 absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
@@ -157,62 +154,75 @@ absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
   return spec;
 }
 
-absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes) {
+absl::StatusOr<v1::JobPlan> MakePlan(JobSpec spec, int64_t limit_bytes) {
   BALLAST_RETURN_IF_ERROR(Validate(spec));
   BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
-  Plan plan = {.parameters = static_cast<int64_t>(spec.layout.parameters.size()),
-               .chunks = static_cast<int64_t>(layout.chunks().size()),
-               .world_size = layout.world_size(),
-               .limit_bytes = limit_bytes};
+  v1::JobPlan plan;
+  plan.set_parameters(static_cast<int64_t>(spec.layout.parameters.size()));
+  plan.set_chunks(static_cast<int64_t>(layout.chunks().size()));
+  plan.set_world_size(layout.world_size());
+  plan.set_limit_bytes(limit_bytes);
   for (int p = 0; p < static_cast<int>(spec.layout.parameters.size()); ++p) {
-    if (spec.layout.parameters[p].trainable) plan.elements += layout.place(p).elements;
+    if (!spec.layout.parameters[p].trainable) continue;
+    plan.set_elements(plan.elements() + layout.place(p).elements);
   }
   int64_t shared_bytes = 0;
   std::vector<int64_t> weights(layout.world_size());
   for (int rank = 0; rank < layout.world_size(); ++rank) {
     shared_bytes += RankMemoryLayout(layout, spec.groups, rank).size_bytes();
   }
+  int64_t checkpoint_bytes = 0;
   const std::vector<int> planes = PlanesByGroup(spec);
   for (const Chunk& chunk : layout.chunks()) {
     weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
     // A checkpoint's other contents, headers and an index, are small beside the planes.
-    plan.checkpoint_bytes += chunk.elements * int64_t{sizeof(float)} * planes[chunk.group];
+    checkpoint_bytes += chunk.elements * int64_t{sizeof(float)} * planes[chunk.group];
   }
-  plan.largest_rank_weights_bytes = *std::max_element(weights.begin(), weights.end());
+  plan.set_checkpoint_bytes(checkpoint_bytes);
+  plan.set_largest_rank_weights_bytes(*std::max_element(weights.begin(), weights.end()));
   // NeedOf counts previous versions only for a job that keeps them, so it is asked for one that
   // does.
   JobSpec undoing = spec;
   undoing.keep_previous = true;
-  plan.previous_bytes = NeedOf(undoing, layout).previous_bytes;
-  plan.keeps_previous = spec.keep_previous;
-  for (const UpdateMode update : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+  plan.set_keep_previous_bytes(NeedOf(undoing, layout).previous_bytes);
+  plan.set_keep_previous(spec.keep_previous);
+  for (const v1::UpdateMode update : {v1::WAIT, v1::SPECULATE}) {
     for (const bool several : {false, true}) {
       for (const bool shared : {false, true}) {
-        spec.update_mode = update;
+        spec.update_mode = update == v1::WAIT ? UpdateMode::kWait : UpdateMode::kSpeculate;
         spec.max_micro_steps = several ? 0 : 1;
-        plan.rows.push_back({.update = update,
-                             .several_micro_steps = several,
-                             .shared_memory = shared,
-                             .need = NeedOf(spec, layout),
-                             .shared_bytes = shared ? shared_bytes : 0});
+        const MemoryNeed need = NeedOf(spec, layout);
+        v1::PlanOption& option = *plan.add_options();
+        option.set_update(update);
+        option.set_several_micro_steps(several);
+        option.set_shared_memory(shared);
+        option.set_state_bytes(need.state_bytes);
+        option.set_gradient_bytes(need.gradient_bytes);
+        option.set_accumulator_bytes(need.accumulator_bytes);
+        option.set_speculation_bytes(need.speculation_bytes);
+        option.set_previous_bytes(need.previous_bytes);
+        option.set_other_bytes(need.other_bytes);
+        option.set_shared_bytes(shared ? shared_bytes : 0);
+        option.set_total_bytes(need.total_bytes() + option.shared_bytes());
+        option.set_fits(option.total_bytes() <= limit_bytes);
       }
     }
   }
   return plan;
 }
 
-bool Plan::fits() const {
-  return std::any_of(rows.begin(), rows.end(),
-                     [&](const PlanRow& row) { return row.total_bytes() <= limit_bytes; });
+bool FitsSomehow(const v1::JobPlan& plan) {
+  return std::any_of(plan.options().begin(), plan.options().end(),
+                     [](const v1::PlanOption& option) { return option.fits(); });
 }
 
-std::string PlanText(const Plan& plan) {
+std::string PlanText(const v1::JobPlan& plan) {
   std::string text;
-  absl::StrAppend(&text, FormatField("elements", FormatCount(plan.elements)),
-                  FormatField("parameters", FormatCount(plan.parameters)),
-                  FormatField("chunks", FormatCount(plan.chunks)),
-                  FormatField("ranks", FormatCount(plan.world_size)),
-                  FormatField("limit", FormatBytes(plan.limit_bytes)), "\n");
+  absl::StrAppend(&text, FormatField("elements", FormatCount(plan.elements())),
+                  FormatField("parameters", FormatCount(plan.parameters())),
+                  FormatField("chunks", FormatCount(plan.chunks())),
+                  FormatField("ranks", FormatCount(plan.world_size())),
+                  FormatField("limit", FormatBytes(plan.limit_bytes())), "\n");
   Table table({{"update"},
                {"micro-steps"},
                {"shared memory"},
@@ -220,22 +230,22 @@ std::string PlanText(const Plan& plan) {
                {"bytes/element", kRight},
                {"fits"}});
   bool all = true;
-  for (const PlanRow& row : plan.rows) {
-    const bool fits = row.total_bytes() <= plan.limit_bytes;
-    all = all && fits;
+  for (const v1::PlanOption& option : plan.options()) {
+    all = all && option.fits();
     table.Add(
-        {NameOf(row.update), row.several_micro_steps ? "several" : "one",
-         row.shared_memory ? "yes" : "no", FormatBytes(row.total_bytes()),
+        {Name(option.update()), option.several_micro_steps() ? "several" : "one",
+         option.shared_memory() ? "yes" : "no", FormatBytes(option.total_bytes()),
          // A job may have no trainable elements at all.
-         absl::StrFormat("%.2f", static_cast<double>(row.total_bytes()) /
-                                     static_cast<double>(std::max<int64_t>(1, plan.elements))),
-         Fits(fits)});
+         absl::StrFormat("%.2f", static_cast<double>(option.total_bytes()) /
+                                     static_cast<double>(std::max<int64_t>(1, plan.elements()))),
+         option.fits() ? "yes" : "no"});
   }
   absl::StrAppend(&text, table.ToString(), "\n");
-  if (!plan.fits()) {
-    const auto least = std::min_element(
-        plan.rows.begin(), plan.rows.end(),
-        [](const PlanRow& a, const PlanRow& b) { return a.total_bytes() < b.total_bytes(); });
+  if (!FitsSomehow(plan)) {
+    const auto least = std::min_element(plan.options().begin(), plan.options().end(),
+                                        [](const v1::PlanOption& a, const v1::PlanOption& b) {
+                                          return a.total_bytes() < b.total_bytes();
+                                        });
     absl::StrAppend(&text, "It does not fit: the service needs a --memory-limit of at least ",
                     FormatBytes(least->total_bytes()), ".\n");
   } else if (all) {
@@ -247,44 +257,16 @@ std::string PlanText(const Plan& plan) {
         "job that\nasks to speculate is created all the same, and waits.\n");
   }
   absl::StrAppend(
-      &text, "A checkpoint has ", FormatBytes(plan.checkpoint_bytes),
+      &text, "A checkpoint has ", FormatBytes(plan.checkpoint_bytes()),
       ". Training goes on during a save where the limit has room for second\nversions "
       "(the rows with speculate); otherwise steps wait for it.\nTo speculate without "
       "shared memory a rank itself needs ",
-      FormatBytes(plan.largest_rank_weights_bytes), " for weights.\n",
-      plan.keeps_previous ? "Of this, " : "To keep the previous version, for undo, takes ",
-      FormatBytes(plan.previous_bytes),
-      plan.keeps_previous ? " are for the previous version (keep_previous).\n"
-                          : " more (keep_previous).\n");
+      FormatBytes(plan.largest_rank_weights_bytes()), " for weights.\n",
+      plan.keep_previous() ? "Of this, " : "To keep the previous version, for undo, takes ",
+      FormatBytes(plan.keep_previous_bytes()),
+      plan.keep_previous() ? " are for the previous version (keep_previous).\n"
+                           : " more (keep_previous).\n");
   return text;
-}
-
-nlohmann::ordered_json ToJson(const Plan& plan) {
-  nlohmann::ordered_json json = {{"elements", plan.elements},
-                                 {"parameters", plan.parameters},
-                                 {"chunks", plan.chunks},
-                                 {"world_size", plan.world_size},
-                                 {"limit_bytes", plan.limit_bytes},
-                                 {"checkpoint_bytes", plan.checkpoint_bytes},
-                                 {"largest_rank_weights_bytes", plan.largest_rank_weights_bytes},
-                                 {"keep_previous", plan.keeps_previous},
-                                 {"keep_previous_bytes", plan.previous_bytes},
-                                 {"options", nlohmann::ordered_json::array()}};
-  for (const PlanRow& row : plan.rows) {
-    json["options"].push_back({{"update", NameOf(row.update)},
-                               {"several_micro_steps", row.several_micro_steps},
-                               {"shared_memory", row.shared_memory},
-                               {"state_bytes", row.need.state_bytes},
-                               {"gradient_bytes", row.need.gradient_bytes},
-                               {"accumulator_bytes", row.need.accumulator_bytes},
-                               {"speculation_bytes", row.need.speculation_bytes},
-                               {"previous_bytes", row.need.previous_bytes},
-                               {"other_bytes", row.need.other_bytes},
-                               {"shared_bytes", row.shared_bytes},
-                               {"total_bytes", row.total_bytes()},
-                               {"fits", row.total_bytes() <= plan.limit_bytes}});
-  }
-  return json;
 }
 
 }  // namespace ballast::client::cli

@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"

@@ -1,4 +1,4 @@
-// A bar on a terminal that shows how far long work is.
+// A progress bar on a terminal for long work.
 #ifndef BALLAST_CLIENT_CLI_TERMINAL_PROGRESS_BAR_H_
 #define BALLAST_CLIENT_CLI_TERMINAL_PROGRESS_BAR_H_
 
@@ -16,9 +16,8 @@
 
 namespace ballast::client::cli {
 
-// While it lives, asks `look` twice a second, on a thread of its own, and draws what that returns in
-// one line of `terminal`, standard error. Nothing, where that is no terminal. Takes the line away at
-// its end.
+// During its life its thread calls `look` twice a second, and draws the result in one line of
+// `terminal`, standard error. Does nothing unless that is a terminal. Removes the line at its end.
 class ProgressBar {
  public:
   explicit ProgressBar(std::function<std::optional<Activity>()> look, int terminal = 2);
@@ -31,14 +30,14 @@ class ProgressBar {
 
   const std::function<std::optional<Activity>()> look_;
   const int terminal_;
-  bool drawn_ = false;  // The thread's.
+  bool drawn_ = false;  // Used by the thread.
   std::optional<PeriodicThread> thread_;
 };
 
-// "[#####     ]  50% writing a checkpoint in /c: 1.0 of 2.0 GiB", at most so wide.
+// "[#####     ]  50% writing a checkpoint in /c: 1.0 of 2.0 GiB", at most `columns` wide.
 std::string BarLine(const Activity& activity, size_t columns);
 
-// The newest work of these kinds for the job, or, without a job's name, of any or none: for a bar.
+// For a bar: the job's newest work of these kinds. Without a job's name: the newest of all.
 std::function<std::optional<Activity>()> WorkOf(std::shared_ptr<grpc::Channel> channel,
                                                 std::string job, std::vector<ActivityKind> kinds);
 

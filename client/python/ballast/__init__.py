@@ -3,9 +3,8 @@
 >>> import ballast.torch
 >>> optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-4)
 
-`ballast.torch` has the optimizers for PyTorch. `Service` starts a service for a script or a test,
-`connect` looks at the jobs and the optimizer state of a service that is running.
-"""
+`ballast.torch` has the optimizers for PyTorch. `Service` starts a service for a script or a test. `connect` reads
+the jobs and the optimizer state of a running service."""
 
 from .client import Client, connect
 from .errors import (
@@ -20,7 +19,7 @@ from .errors import (
     UnavailableError,
 )
 from .service import Service
-from .session import Decision, Group, HyperParameters, Job, Norm, Parameter, Session, Summary
+from .session import Decision, Group, HyperParameters, Job, Norm, Parameter, Session
 
 __all__ = [
     "AbortedError",
@@ -40,7 +39,6 @@ __all__ = [
     "ResourceExhaustedError",
     "Service",
     "Session",
-    "Summary",
     "UnavailableError",
     "connect",
 ]

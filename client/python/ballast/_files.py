@@ -1,4 +1,4 @@
-"""Where the programs and the library are: in the installed package, or in a build folder."""
+"""The paths of programs and library: in the installed package, or in a build folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 import shutil
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
-_TREE = _PACKAGE.parents[2]  # Of the sources, when they are used in place.
+_TREE = _PACKAGE.parents[2]  # The sources' root, if they are used in place.
 
 
 def _folders() -> list[pathlib.Path]:
@@ -16,7 +16,7 @@ def _folders() -> list[pathlib.Path]:
 
 
 def program(name: str, search_path: bool = True) -> str:
-    """The path of `ballastd` or `ballast`. FileNotFoundError names where it was looked for. search_path: also in
+    """The path of `ballastd` or `ballast`. FileNotFoundError names the searched places. search_path: also search
     PATH."""
     for folder in _folders():
         if os.access(folder / name, os.X_OK):

@@ -1,14 +1,19 @@
-"""client/ballast.h by ctypes, which lets go of the GIL during each call."""
+"""client/ballast.h by ctypes, which releases the GIL during each call."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes as c
 import functools
+import json
+import os
+import threading
+from typing import Any, Callable
 
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 7
+API_VERSION = 8
 OK = 0
 DEADLINE_EXCEEDED = 4
 
@@ -92,18 +97,6 @@ class Decision(c.Structure):
                 ("clip_coefficient", c.c_double)]
 
 
-class Summary(c.Structure):
-    _fields_ = [("size", c.c_size_t), ("plane", c.c_int32), ("norm", c.c_double), ("mean", c.c_double),
-                ("min", c.c_double), ("max", c.c_double), ("zeros", c.c_int64), ("non_finite", c.c_int64),
-                ("magnitudes", c.c_int64 * 16)]
-
-
-class FirstState(c.Structure):
-    _fields_ = [("size", c.c_size_t), ("step", c.c_uint64), ("update_counts", c.POINTER(c.c_int64)),
-                ("weights", c.POINTER(c.c_void_p)), ("exp_avg", c.POINTER(c.c_void_p)),
-                ("exp_avg_sq", c.POINTER(c.c_void_p)), ("max_exp_avg_sq", c.POINTER(c.c_void_p))]
-
-
 class StateWrite(c.Structure):
     _fields_ = [("size", c.c_size_t), ("parameters", c.POINTER(c.c_size_t)), ("count", c.c_size_t),
                 ("planes", c.POINTER(c.c_int32)), ("plane_count", c.c_size_t),
@@ -127,9 +120,7 @@ _FUNCTIONS = {
     "ballast_trainer_state": [c.c_void_p, c.c_char_p, c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_chunks": [c.c_void_p, c.c_int32, c.POINTER(Chunk), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_pieces": [c.c_void_p, c.c_int32, c.POINTER(Piece), c.c_size_t, c.POINTER(c.c_size_t)],
-    "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
-    "ballast_upload_state": [c.c_void_p, c.POINTER(FirstState), c.c_size_t],
     "ballast_write_state": [c.c_void_p, c.POINTER(StateWrite), VALUES, c.c_void_p],
     "ballast_upload_by": [c.c_void_p, c.c_uint64, c.POINTER(c.c_int64), c.c_size_t, VALUES, c.c_void_p],
     "ballast_read_weights": [c.c_void_p],
@@ -149,14 +140,12 @@ _FUNCTIONS = {
     "ballast_discard": [c.c_void_p],
     "ballast_receive_weights": [c.c_void_p],
     "ballast_await_weights": [c.c_void_p, c.POINTER(c.c_size_t), c.c_size_t],
-    "ballast_read_state": [c.c_void_p, c.c_size_t, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
-                           c.POINTER(c.c_int64)],
-    "ballast_summarise": [c.c_void_p, c.c_size_t, c.POINTER(Summary), c.c_size_t, c.POINTER(c.c_size_t),
-                          c.POINTER(c.c_uint64), c.POINTER(c.c_int64)],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
-    "ballast_close_job": [c.c_void_p],
     "ballast_undo": [c.c_void_p, c.POINTER(c.c_uint64)],
+    "ballast_call": [c.POINTER(Options), c.c_char_p, c.c_char_p, c.POINTER(c.c_char_p)],
+    "ballast_read_state": [c.POINTER(Options), c.c_char_p, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
+                           c.POINTER(c.c_int64)],
 }
 
 
@@ -178,7 +167,7 @@ def library() -> c.CDLL:
     if version != API_VERSION:
         raise BallastError(f"{path} speaks version {version} of the interface, this package version "
                            f"{API_VERSION}; install both from the same release")
-    loaded.ballast_message.restype = c.c_char_p
+    loaded.ballast_message.restype = loaded.ballast_reason.restype = c.c_char_p
     loaded.ballast_close.argtypes = [c.c_void_p]
     loaded.ballast_close.restype = None
     for name, arguments in _FUNCTIONS.items():
@@ -188,17 +177,55 @@ def library() -> c.CDLL:
 
 
 def address_of(function: str) -> int:
-    """Of a function of the library, for who calls it without Python."""
+    """The address of a library function, for callers without Python."""
     return c.cast(getattr(library(), function), c.c_void_p).value
 
 
 def message() -> str:
-    """Of this thread's last call that had one."""
+    """The message of this thread's last call that had one."""
     return library().ballast_message().decode(errors="replace")
 
 
+def raised(status: int) -> BallastError:
+    """The exception for a status, not OK, that this thread's last call returned."""
+    return error_of(status, message(), library().ballast_reason().decode())
+
+
 def call(name: str, *arguments) -> None:
-    """Raises what the function returned, if it is not OK."""
+    """Raises an exception if the function does not return OK."""
     status = getattr(library(), name)(*arguments)
     if status != OK:
-        raise error_of(status, message())
+        raise raised(status)
+
+
+def call_service(options: Options, method: str, request: dict[str, Any]) -> Any:
+    """A call without a session, "JobService/GetJob", and its answer; both as JSON of the messages of
+    proto/ballast/v1."""
+    answer = c.c_char_p()
+    call("ballast_call", c.byref(options), method.encode(), json.dumps(request).encode(), c.byref(answer))
+    return json.loads(answer.value)
+
+
+def service_options(service: str, timeout: float, wait: float, tls_ca: str | None, tls_cert: str | None,
+                    tls_key: str | None, token_file: str | None, **more) -> Options:
+    """timeout: of one call. wait: how long a read-only call is retried. Files as in ballast.connect."""
+    def path(file):
+        return None if file is None else os.fsencode(file)
+
+    return sized(Options, service=service.encode(), wait_seconds=timeout, reconnect_timeout_seconds=wait,
+                 tls_ca=path(tls_ca), tls_cert=path(tls_cert), tls_key=path(tls_key), token_file=path(token_file), **more)
+
+
+def in_thread(running: concurrent.futures.Future, work: Callable[[], Any], kept: object = None) -> None:
+    """Makes a long call, without slices, in a thread, so that Python sees signals meanwhile. `running` gets its
+    result or exception. The interpreter does not exit before the call ends by its own time limit, because the
+    library must not be interrupted. Until then the thread keeps `kept` alive."""
+    def run(_kept=kept):
+        if not running.set_running_or_notify_cancel():
+            return
+        try:
+            running.set_result(work())
+        except BaseException as error:
+            running.set_exception(error.with_traceback(None))  # The traceback would keep alive what this keeps.
+
+    threading.Thread(target=run).start()

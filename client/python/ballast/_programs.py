@@ -1,4 +1,4 @@
-"""The commands `ballastd` and `ballast` of an installed package: the programs that it carries."""
+"""The commands `ballastd` and `ballast` of an installed package: the programs that it contains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ballast() -> None:
 
 def _become(name: str) -> None:
     try:
-        path = _files.program(name, search_path=False)  # There it would find this command itself.
+        path = _files.program(name, search_path=False)  # PATH would lead to this command itself.
     except FileNotFoundError as error:
         sys.exit(f"{name}: {error}")
     os.execv(path, [name, *sys.argv[1:]])

@@ -1,147 +1,173 @@
-"""Looking at a running service: its jobs, and the optimizer state of their parameters."""
+"""Reads a running service: its jobs, and the optimizer state of their parameters."""
 
 from __future__ import annotations
 
-import json
+import concurrent.futures
+import ctypes
+import functools
 import logging
-import os
-import pathlib
-import subprocess
-import tempfile
+import math
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import _files
-from .errors import (BallastError, FailedPreconditionError, InvalidArgumentError, NotFoundError, PermissionDeniedError,
-                     UnavailableError)
+from . import _native
+from .errors import BallastError, FailedPreconditionError, PermissionDeniedError, UnavailableError
+from .session import PLANES, number_of
 
 if TYPE_CHECKING:
     import numpy
 
-_WAIT = 10.0  # Seconds, at most, for a service whose process is being started again.
-PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_CHANGE = ("save", "load", "import", "close", "delete-checkpoint")  # Commands.
-# The tool has no number for a status: what these are known by in its line.
-_SAID = {
-    UnavailableError: ("no service answers at ", "the connection to the service at "),
-    PermissionDeniedError: (" has no role of ", " takes a role of ", "the service does not know who calls",
-                            "the service knows no such token", "tokens are taken over TLS", " has no token: "),
-    NotFoundError: ("there is no job ", "there is no checkpoint "),
-    FailedPreconditionError: (" is in use: ",),
-}
+_WAIT = 10.0  # At most this many seconds for a service whose process restarts.
+_AT_ONCE = 1e-3  # Seconds: no wait.
+_SLICE_SECONDS = 0.2
+_LEAVING_SECONDS = 2.0  # How long ended workers may take to be seen as gone.
 
 
 class Client:
-    """Reads through the tool `ballast`, also while steps are made. BallastError with its one line if it cannot. While
-    the service cannot be reached, reads wait for it for up to `wait` seconds: its process may be about to be started
-    again."""
+    """Reads a service, also during steps. Results are the messages of proto/ballast/v1 as JSON (client/README.md),
+    with bare names of jobs and groups. If the service is unreachable, reads wait up to `wait` seconds, because its
+    process may be restarting."""
 
     def __init__(self, service: str, timeout: float = 600.0, *, wait: float = _WAIT, tls_ca: str | None = None,
                  tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
         self.service, self.timeout, self.wait = service, timeout, wait
-        given = {"tls-ca": tls_ca, "tls-cert": tls_cert, "tls-key": tls_key, "token-file": token_file}
-        self._credentials = [f"--{flag}={os.fspath(file)}" for flag, file in given.items() if file is not None]
+        self._files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Each with its name, uid, phase, committed_step, world_size and memory. One whose phase is "broken" does
-        no more, and its problem is why and what to do."""
-        return self._json("jobs")["jobs"]
+        """Each with its name, uid, phase, committed_step, world_size and memory. If a job's phase is "BROKEN", it
+        has stopped, and its problem says why and what to do."""
+        return [_named(job) for job in self._read("JobService/ListJobs")["jobs"]]
 
     def job(self, name: str) -> dict[str, Any]:
-        """What `ballast job NAME --json` prints: who has sent what, and the last decisions."""
-        return self._json("job", name)
+        """A job as v1.Job: what each rank has sent, its groups, and the last decisions."""
+        return _named(self._read("JobService/GetJob", name=f"jobs/{name}"))
 
-    def groups(self, job: str) -> Any:
-        """The param groups and their hyper-parameters."""
-        return self._json("groups", job)
+    def groups(self, job: str) -> dict[str, Any]:
+        """The job's "groups": the param groups and their hyper-parameters."""
+        return {"job": job, "groups": self.job(job)["groups"]}
 
-    def summary(self, job: str, parameter: str) -> Any:
+    def summary(self, job: str, parameter: str) -> dict[str, Any]:
         """Norm, extremes and magnitudes of every plane of a parameter, computed in the service."""
-        return self._json("state", job, parameter)
+        return self._read("StateService/SummarizeState", name=_parameter(job, parameter))
 
     def state(self, job: str, parameter: str, plane: str = "master") -> numpy.ndarray:
-        """A plane's values at the committed step: fp32, of the parameter's shape. torch.from_numpy makes a
-        tensor of it. plane: one of PLANES."""
+        """A plane's values at the committed step: fp32, in the parameter's shape. torch.from_numpy makes a tensor of
+        it. plane: one of PLANES."""
         import numpy
 
-        if plane not in PLANES:
-            raise ValueError(f"plane is {plane!r}; expected one of {', '.join(PLANES)}")
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder, "plane.npy")
-            self._run("state", job, parameter, f"--plane={plane}", f"--out={file}")
-            return numpy.load(file)
+        number, name = number_of(PLANES, plane, "plane"), _parameter(job, parameter)
+        known = self._read("JobService/GetJob", name=f"jobs/{job}", with_parameters=True)["parameters"]
+        # If the parameter is missing, the service says so.
+        shape = next((other["shape"] for other in known if other["name"] == name), [0])
+        values = numpy.empty(shape, numpy.float32)
+        step, updates = ctypes.c_uint64(), ctypes.c_int64()
+        self._patiently_waiting(lambda options: _native.call(
+            "ballast_read_state", ctypes.byref(options), name.encode(), number, values.ctypes.data,
+            math.prod(shape), ctypes.byref(step), ctypes.byref(updates)))
+        return values
 
     def save(self, job: str, name: str | None = None, *, background: bool = False) -> dict[str, Any]:
-        """Saves the job's committed step in a new checkpoint under the service's --checkpoint-dir, in the folder
-        `name` (by default the job's), while training goes on. Its directory, step and bytes. background: returns
-        when the save has begun; `checkpoints` has it once it is complete. It stays until `delete_checkpoint`, unless
-        the service has a --checkpoint-keep-asked."""
-        return self._json("save", job, *([name] if name else []), *(["--background"] if background else []))
+        """Saves the job's committed step in a new checkpoint under the service's --checkpoint-dir, while training
+        goes on. `name`: the folder, by default the job's name. Returns directory, step and bytes. background:
+        returns when the save has begun; `checkpoints` lists it once it is complete. It stays until
+        `delete_checkpoint`, unless the service has --checkpoint-keep-asked."""
+        return self._change("StateService/SaveJob", name=f"jobs/{job}", directory=name or "", background=background)
 
     def load(self, job: str, name: str | None = None) -> dict[str, Any]:
-        """Replaces the job's state by the newest good checkpoint in the folder `name` (by default the job's), or by
-        the one that is named, "gpt/step-1000.2". The sessions of all ranks end."""
-        return self._json("load", job, *([name] if name else []))
+        """Replaces the job's state by the newest undamaged checkpoint in the folder `name` (by default the job's),
+        or by a named one, "gpt/step-1000.2". The sessions of all ranks end."""
+        return self._change("StateService/LoadJob", name=f"jobs/{job}", directory=name or "")
 
     def import_weights(self, job: str, path: str) -> dict[str, Any]:
-        """Begins the job again with the weights of Hugging Face's safetensors, in a folder or file on the service's
-        host: moments are zeros, the step is 0. The sessions of all ranks end."""
-        return self._json("import", job, path)
+        """Restarts the job from weights in Hugging Face's safetensors, in a folder or file on the service's host.
+        Moments are zeros, the step is 0. The sessions of all ranks end."""
+        return self._change("StateService/LoadJob", name=f"jobs/{job}", directory=path, weights_only=True)
 
     def close_job(self, job: str, *, force: bool = False) -> None:
-        """The service forgets the job and all its state, which frees its memory: `save` it first. BallastError while a
-        trainer has a session with it, unless force: then that ends."""
-        self._run("close", job, *(["--force"] if force else []))
+        """Deletes the job and all its state on the service, which frees its memory: `save` it first. BallastError
+        while a trainer has a session with it; force: ends that session."""
+        # The uid protects another job that has taken the name meanwhile.
+        uid = "" if force else self._uid_of_idle(job)
+        self._change("JobService/CloseJob", name=f"jobs/{job}", uid=uid)
 
     def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
-        """What is saved, in the folder `name` or in all: each with its name, job, uid, step, generation, bytes,
-        saved_unix_ms, and problem ("" if nothing is known against it). Of a job the newest comes first."""
-        return self._json("checkpoints", *([name] if name else []))["checkpoints"]
+        """The saved checkpoints in the folder `name`, or in all: each with its name, job, uid, step, generation,
+        size_bytes, saved_unix_ms, and problem ("" if none is known). The newest of a job comes first."""
+        return self._read("StateService/ListCheckpoints", directory=name or "")["checkpoints"]
 
     def verify(self, name: str) -> list[dict[str, Any]]:
-        """The same after every byte has been read; a problem then says why one cannot be loaded."""
-        return self._json("verify", name)["checkpoints"]
+        """The same after reading every byte. A problem then says why a checkpoint cannot be loaded."""
+        return self._read("StateService/VerifyCheckpoints", directory=name)["checkpoints"]
 
     def delete_checkpoint(self, job: str, step: int, *, uid: str = "") -> list[dict[str, Any]]:
-        """Deletes what saves that were asked for have made of this step, in the folder `job`; with a uid those of that
-        job alone. The checkpoints that are gone, as `checkpoints` has them. NotFoundError: there was none.
-        FailedPreconditionError, and nothing is deleted: one is being saved, loaded or verified."""
-        return self._json("delete-checkpoint", f"{job}/step-{step}", f"--uid={uid}")["checkpoints"]
+        """Deletes the requested checkpoints of this step in the folder `job`; with a uid only those of that job.
+        Returns the deleted ones, in the form of `checkpoints`. NotFoundError: there were none.
+        FailedPreconditionError, and nothing is deleted, while one is being saved, loaded or verified."""
+        return self._change("StateService/DeleteCheckpoint", directory=f"{job}/step-{step}", uid=uid)["checkpoints"]
 
-    def _json(self, *words: str) -> Any:
-        return json.loads(self._run(*words, "--json"))
+    def _uid_of_idle(self, job: str) -> str:
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while True:
+            now = self.job(job)
+            attached = sum(rank["attached"] for rank in now["ranks"])
+            if attached == 0:
+                return now["uid"]
+            if time.monotonic() >= deadline:
+                raise FailedPreconditionError(
+                    f"job {job} is in training: {attached} of {now['world_size']} workers are attached, at step "
+                    f"{now['committed_step']}; stop them, or close it and lose all its state: close_job(force=True)")
+            time.sleep(0.05)
 
-    def _run(self, *words: str) -> str:
+    def _change(self, method: str, **request: Any) -> Any:
+        return self._patiently(_AT_ONCE, functools.partial(_native.call_service, method=method, request=request))
+
+    def _read(self, method: str, **request: Any) -> Any:
+        return self._patiently_waiting(functools.partial(_native.call_service, method=method, request=request))
+
+    def _patiently_waiting(self, work: Callable[[_native.Options], Any]) -> Any:
+        """For a read-only call."""
         try:
-            return self._run_once(*words)
+            return self._patiently(_AT_ONCE, work)
         except UnavailableError as error:
-            # One that changes something was done, perhaps: it is for the caller to look.
-            if self.wait <= 0 or words[0] in _CHANGE:
+            if self.wait <= 0:
                 raise
             logging.getLogger("ballast").warning("%s; this is tried again for up to %g seconds", error, self.wait)
-        return self._run_once(*words, f"--wait={self.wait:g}")
+        return self._patiently(self.wait, work)
 
-    def _run_once(self, *words: str) -> str:
-        command = [_files.program("ballast"), *words, f"--service={self.service}", f"--timeout={self.timeout:g}",
-                   *self._credentials]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-        if done.returncode == 0:
-            return done.stdout
-        lines = done.stderr.strip().splitlines() or [f"ballast ended with {done.returncode}"]
-        message = lines[-1].removeprefix("ballast: ")
-        if done.returncode == 2:  # Wrong usage.
-            raise InvalidArgumentError(message)
-        kinds = (kind for kind, said in _SAID.items() if any(part in message for part in said))
-        raise next(kinds, BallastError)(message)
+    def _patiently(self, wait: float, work: Callable[[_native.Options], Any]) -> Any:
+        options = _native.service_options(self.service, self.timeout, wait, **self._files)
+        running: concurrent.futures.Future = concurrent.futures.Future()
+        _native.in_thread(running, lambda: work(options))
+        while not running.done():
+            concurrent.futures.wait([running], _SLICE_SECONDS)
+        try:
+            return running.result()
+        finally:
+            del running
+
+
+def _parameter(job: str, parameter: str) -> str:
+    return f"jobs/{job}/parameters/{parameter}"
+
+
+def _named(job: dict[str, Any]) -> dict[str, Any]:
+    """With the names that the methods take."""
+    resource = job["name"]
+    for group in job["groups"]:
+        group["name"] = group["name"].removeprefix(f"{resource}/groups/")
+    job["name"] = resource.removeprefix("jobs/")
+    return job
 
 
 def connect(service: str = "127.0.0.1:7070", *, timeout: float = 600.0, tls_ca: str | None = None,
             tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None) -> Client:
-    """A client of the service at "host:port" or "unix:/path". UnavailableError at once if none answers,
-    PermissionDeniedError if it does not take this caller.
+    """A client of the service at "host:port" or "unix:/path". UnavailableError at once if it does not answer,
+    PermissionDeniedError if it refuses this caller.
 
-    tls_ca: the authority of a service with TLS. tls_cert and tls_key, or token_file, say who this is. All are
-    files; without them those that BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and BALLAST_TOKEN_FILE
-    name."""
+    tls_ca: the authority of a service with TLS. tls_cert and tls_key, or token_file, identify this client. All are
+    files. By default the variables BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and BALLAST_TOKEN_FILE name
+    them."""
     client = Client(service, timeout, wait=0, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
                     token_file=token_file)
     try:

@@ -1,58 +1,61 @@
-"""The statuses of a service as exceptions. Each is also what Python itself would raise."""
+"""The statuses of a service as exceptions, each a subclass of the matching Python exception."""
 
 from __future__ import annotations
 
 
 class BallastError(Exception):
-    """One line that says what to do. `status` is the number of gRPC's status."""
+    """One line that says what to do. `code` is the number of gRPC's status. `reason` is the name in ErrorReason
+    (proto/ballast/v1/jobs.proto) that a program acts on, such as "NO_SUCH_JOB". If only attach() can continue with
+    an optimizer, it is "INTERRUPTED" or "ENDED". Otherwise it is ""."""
 
-    status = 2
+    code = 2
+    reason = ""
 
 
 class InvalidArgumentError(BallastError, ValueError):
-    status = 3
+    code = 3
 
 
 class DeadlineError(BallastError, TimeoutError):
-    status = 4
+    code = 4
 
 
 class NotFoundError(BallastError, LookupError):
-    status = 5
+    code = 5
 
 
 class PermissionDeniedError(BallastError, PermissionError):
-    """Who calls may not do that, or has not said who they are (status 16)."""
+    """The caller may not do that, or is not authenticated (code 16)."""
 
-    status = 7
+    code = 7
 
 
 class ResourceExhaustedError(BallastError, MemoryError):
-    status = 8
+    code = 8
 
 
 class FailedPreconditionError(BallastError, RuntimeError):
-    status = 9
+    code = 9
 
 
 class AbortedError(BallastError, RuntimeError):
-    """The session has ended, for all ranks: open it again, and do the step again."""
+    """The session has ended for all ranks: open it again, and repeat the step."""
 
-    status = 10
+    code = 10
 
 
 class UnavailableError(BallastError, ConnectionError):
-    status = 14
+    code = 14
 
 
-_KINDS = {kind.status: kind for kind in (
+_KINDS = {kind.code: kind for kind in (
     InvalidArgumentError, DeadlineError, NotFoundError, ResourceExhaustedError, FailedPreconditionError,
     AbortedError, PermissionDeniedError, UnavailableError)}
 _KINDS[16] = PermissionDeniedError
 
 
-def error_of(status: int, message: str) -> BallastError:
-    """The exception for a status that is not 0."""
-    error = _KINDS.get(status, BallastError)(message)
-    error.status = status
+def error_of(code: int, message: str, reason: str = "") -> BallastError:
+    """The exception for a code that is not 0."""
+    error = _KINDS.get(code, BallastError)(message)
+    error.code, error.reason = code, reason
     return error

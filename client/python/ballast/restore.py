@@ -1,9 +1,10 @@
-"""Brings a job to what was saved of it: to the step that a trainer's state is of, or to its newest checkpoint."""
+"""Brings a job to a saved state: to the step of a trainer's state, or to its newest checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from typing import Any
 
 from .client import Client
@@ -13,17 +14,21 @@ from .session import Job, Session
 
 def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int, timeout: float,
             credentials: dict[str, str | None], or_nothing: bool = False) -> str:
-    """Called by one rank before any has a session. Returns the uid that the job has then. or_nothing: "" if the
-    service has neither a job of that name with weights nor a checkpoint of that step.
+    """Called by one rank before any rank has a session. Returns the job's uid afterwards. or_nothing: return "" if
+    the service has neither a job of that name with weights nor a checkpoint of that step.
 
-    The job may be past that step, because the trainer died after its last checkpoint; or the service may have
-    been started again, and know only what was saved. Then it loads its own checkpoint of that step of that job, which
-    it made when the state was taken (`Binding.save`). A job that has nothing to do with the state is left alone: the
+    The job may be past that step, if the trainer crashed after its last checkpoint. Or the service may have
+    restarted with only its checkpoints. Then it loads its own checkpoint of that step of that job, which it made
+    when the state was taken (`Recovery.save`). If the job is unrelated to the state, it is not changed, and the
     session of that uid then fails."""
     now = _found(client, job.name)
     begun = _has_weights(now)
     if begun and (now["uid"], now["committed_step"]) == (uid, step):
         return uid
+    deadline = time.monotonic() + timeout
+    while now is not None and any(save["step"] == step for save in now["saves"]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # The service is still saving the state's step in the background.
+        now = _found(client, job.name)
     ours = not begun or uid in (now["uid"], now["resumed_uid"], *now["ancestors"])
     saved = [found for found in _checkpoints(client, job.name) if found["uid"] == uid] if ours else []
     of_step = next((found for found in saved if found["step"] == step and not found["problem"]), None)
@@ -36,39 +41,43 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
             return uid
         steps = ", ".join(str(found["step"]) for found in saved) or "none"
         raise FailedPreconditionError(
-            f"job {job.name} is at step {now['committed_step']}, the state that was loaded at step {step}, and the "
-            f"service has no checkpoint of that step (it has: {steps}); load a state of one of these steps")
+            f"the loaded state is of step {step}, but job {job.name} is at step {now['committed_step']} and the "
+            f"service has no checkpoint of step {step} (it has: {steps}); load a state of one of these steps")
     if begun:
         if uid not in now["ancestors"]:
             client.load(job.name, of_step["name"])
             return now["uid"]
-        # It has other parameters by now.
-        with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout, takes_steps=False,
-                     derive_from_uid=now["uid"], derive_from_checkpoint=of_step["name"], **credentials) as session:
+        # It has other parameters now.
+        with _session(client, job, addresses, timeout, derive_from_uid=now["uid"],
+                      derive_from_checkpoint=of_step["name"], **credentials) as session:
             return session.job_uid
-    # A new job, which is no loss if this fails.
-    with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
-                 takes_steps=False, **credentials) as session:
+    # A new job: if this fails, nothing is lost.
+    with _session(client, job, addresses, timeout, **credentials) as session:
         made = session.job_uid
         session.load(of_step["name"])
     return made
 
 
+def _session(client: Client, job: Job, addresses: list[int], timeout: float, **options: str | None) -> Session:
+    return Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout, takes_steps=False,
+                   **options)
+
+
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a job is derived from: the job of the same name and this uid, and a checkpoint in its stead, if that is not
-    empty. Both empty: nothing."""
+    """The origin of a derived job: the job of the same name and this uid. A checkpoint that is not empty replaces
+    it. Both empty: no origin."""
 
     uid: str = ""
     checkpoint: str = ""
 
     def found(self, client: Client, job: str, checkpoint: str | None) -> Origin:
-        """Called by one rank before any has a session: this one, as it is on the service now. If this is empty: what is
-        there, of a job of that name, or of a checkpoint."""
+        """Called by one rank before any rank has a session: this origin in its present form on the service. If this
+        is empty: the job of that name, or a checkpoint."""
         now = _found(client, job)
         begun = _has_weights(now)
         if self.uid:
-            # An earlier try had come to its end, unnoticed.
+            # An earlier try has succeeded, unnoticed.
             return Origin(now["uid"]) if begun and self.uid in now["ancestors"] else self
         saved = []
         if checkpoint is not None and is_one(checkpoint):
@@ -83,25 +92,25 @@ class Origin:
 
 
 def _found(client: Client, job: str) -> dict[str, Any] | None:
-    """The job of that name, as it is on the service now."""
+    """The job of that name on the service."""
     return next((other for other in client.jobs() if other["name"] == job), None)
 
 
 def _has_weights(now: dict[str, Any] | None) -> bool:
-    return now is not None and now["phase"] != "awaiting_weights"
+    return now is not None and now["phase"] != "AWAITING_WEIGHTS"
 
 
 def is_one(name: str) -> bool:
-    """Whether the name is of one checkpoint, and not of a job, of whose checkpoints the newest is meant."""
+    """Whether the name means one checkpoint, rather than a job's newest."""
     return "/step-" in name
 
 
 def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeout: float,
                credentials: dict[str, str | None]) -> None:
-    """Called by one rank before any has a session: a job that has no weights yet begins with the newest good
-    checkpoint of that name; with none, as if nothing had been asked. A job that has weights goes on with them. One
-    checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun
-    with it."""
+    """Called by one rank before any rank has a session. A job without weights begins with the newest undamaged
+    checkpoint of that name; if there is none, from scratch. A job with weights continues with them. A single
+    checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must exist, and a job with weights must have begun with
+    it."""
     one = is_one(name)
     now = _found(client, job.name)
     begun = _has_weights(now)
@@ -113,8 +122,7 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
     if not found:
         print(f"job {job.name} begins at step 0: the service has no checkpoint of the name {name}", file=sys.stderr)
         return
-    with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
-                 takes_steps=False, **credentials) as session:
+    with _session(client, job, addresses, timeout, **credentials) as session:
         session.load(name)
 
 
@@ -127,16 +135,17 @@ def _must_be_there(client: Client, name: str) -> list[dict[str, Any]]:
 
 
 def _refuse_another_begin(now: dict[str, Any], found: list[dict[str, Any]], name: str) -> None:
-    """FailedPreconditionError if the job, which has weights, has not begun with one of these."""
+    """FailedPreconditionError if the job, which has weights, did not begin with one of these."""
     if not {now["resumed_uid"], *now["ancestors"]} & {checkpoint["uid"] for checkpoint in found}:
         job = now["name"]
         raise FailedPreconditionError(
-            f"job {job} is at step {now['committed_step']} and did not begin with {name}: attach() goes on with it as it is, "
-            f"`ballast load {job} {name}` takes it there first, and another job= begins there")
+            f"job {job} is at step {now['committed_step']} and did not start from {name}: attach() continues it as it "
+            f"is, `ballast load {job} {name}` loads the checkpoint first, and another job= starts from it")
 
 
 def refuse_an_unknown_one(client: Client, job: str) -> None:
-    """Called by one rank before any has a session, which would make the job: NotFoundError if there is none."""
+    """Called by one rank before any rank has a session, because a session would create the job. NotFoundError if it
+    does not exist."""
     names = [other["name"] for other in client.jobs()]
     if job not in names:
         raise NotFoundError(f"there is no job {job} (there are: {', '.join(names) or 'none'}); attach(create=True) "
@@ -146,15 +155,15 @@ def refuse_an_unknown_one(client: Client, job: str) -> None:
 def _nothing_of(client: Client, job: str, uid: str, step: int) -> str:
     others = [other["name"] for other in client.jobs() if uid in (other["uid"], other["resumed_uid"])]
     if others:
-        return f"the state that was loaded is of job {others[0]}, and not of {job}: give job={others[0]!r}"
-    return (f"the service has neither job {job} nor a checkpoint of step {step} of it, of which the state is that was "
-            "loaded: give the job= and the service= that it was made with. A service without a --checkpoint-dir loses "
+        return f"the loaded state is of job {others[0]}, not of job {job}: give job={others[0]!r}"
+    return (f"the service has neither job {job} nor its checkpoint of step {step}, to which the loaded state belongs: "
+            "give the job= and the service= that it was made with. A service without a --checkpoint-dir loses "
             "its jobs when it ends")
 
 
 def refuse_a_begun_one(client: Client, job: str) -> None:
-    """Called by one rank before any has a session, which would take the ranks from a run that trains the job now:
-    FailedPreconditionError if the job has weights."""
+    """Called by one rank before any rank has a session, because a session would take the ranks from a run that
+    trains the job. FailedPreconditionError if the job has weights."""
     now = _found(client, job)
     if _has_weights(now):
         raise FailedPreconditionError(begun_already(job, now["committed_step"]))
@@ -166,20 +175,20 @@ def begun_already(job: str, step: int) -> str:
 
 
 def may_begin(client: Client, job: str, or_go_on: bool) -> bool:
-    """Called by one rank before any has a session: whether the job has no weights yet. or_go_on: that it has some
-    is no error."""
+    """Called by one rank before any rank has a session: whether the job has no weights yet. or_go_on: weights are
+    not an error."""
     now = _found(client, job)
     if not _has_weights(now):
         return True
     if or_go_on:
         return False
     raise FailedPreconditionError(
-        f"job {job} is at step {now['committed_step']} and has its own moments, and those of the state that was loaded "
-        "are for a new job: give another job=, or create the optimizer again and attach() without a state")
+        f"job {job} is at step {now['committed_step']} and has its own moments, but those of the loaded state are for "
+        "a new job: give another job=, or create the optimizer again and attach() without a state")
 
 
 def awaits_weights(client: Client, job: str) -> bool:
-    """Whether the job has no weights yet, or is not there."""
+    """Whether the job has no weights yet, or does not exist."""
     return not _has_weights(_found(client, job))
 
 
@@ -189,6 +198,6 @@ def _checkpoints(client: Client, job: str) -> list[dict[str, Any]]:
     except NotFoundError:
         return []
     except BallastError as error:
-        if "under the service's --checkpoint-dir, and it has none" in str(error):
+        if error.reason == "NO_CHECKPOINT_DIR":
             return []
         raise

@@ -21,24 +21,25 @@ from .errors import BallastError, UnavailableError
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_PREFIX, _LOCK = "ballast-service-", "lock"  # Of its folder, and in it.
-_FILES = (_LOCK, "lock.new", "socket", "address", "ballastd.log")  # Nothing else is ever in it.
-# From SIGTERM to its end: the time that ballastd gives a step in progress, and a little more.
+_PREFIX, _LOCK = "ballast-service-", "lock"  # The folder's prefix, and a file in it.
+_FILES = (_LOCK, "lock.new", "socket", "address", "ballastd.log")  # The only files in it.
+# From SIGTERM to its end: ballastd's time for a step in progress, plus a margin.
 _STOP_SECONDS = 15
 
 
 def _end_with_parent():
-    """For the child: it gets SIGTERM when this process dies, also by SIGKILL. The kernel means the thread,
-    so only the main one's children can have it; others are ended by atexit."""
+    """For the child: it gets SIGTERM when this process ends, also by SIGKILL. The kernel ties this to the thread, so
+    only children of the main thread can use it. atexit ends the others."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _remove_left_folders() -> None:
-    """Of services that have ended without the process that started them, which was killed."""
+    """Removes folders of services whose starting process was killed."""
     for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # Another user's, or one that lives.
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # Another user's folder, or a living
+                                                                             # service's.
             held = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             stack.callback(os.close, held)
             facts = os.fstat(held)
@@ -50,17 +51,17 @@ def _remove_left_folders() -> None:
 
 
 class Service:
-    """Starts `ballastd` on a unix socket that only this user reaches, and ends it with `stop`, with the
-    process, or at the end of a `with` block. Without checkpoint_dir its state is lost with it.
+    """Starts `ballastd` on a unix socket that only this user reaches. The service ends with `stop`, with the
+    process, or at the end of a `with` block. Without checkpoint_dir its state is lost then.
 
     >>> with ballast.Service() as service:
     ...     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service.address)
 
-    memory_limit: for all jobs together, "8GiB" say. threads: for updates, 0 for one a usable processor. checkpoint_dir: where
-    its jobs are saved when it ends, every `checkpoint_every` ("1000steps", "10min"), and with every `state_dict` of
-    their optimizers. Of each job checkpoint_keep stay of those that the service saves by itself, and all others, or
-    checkpoint_keep_asked, if that is not 0. UnavailableError with the last line of its log if it does
-    not start within start_timeout seconds."""
+    memory_limit: for all jobs together, for example "8GiB". threads: for updates; 0: one for each usable processor.
+    checkpoint_dir: where jobs are saved: when the service ends, every `checkpoint_every` ("1000steps", "10min"), and
+    with every `state_dict` of their optimizers. The service keeps checkpoint_keep scheduled checkpoints of each job.
+    It keeps all requested ones, or checkpoint_keep_asked of them, if that is not 0. If the service does not start
+    within start_timeout seconds: UnavailableError with the last line of its log."""
 
     def __init__(self, *, memory_limit: str | None = None, threads: int = 0,
                  checkpoint_dir: str | os.PathLike | None = None, checkpoint_every: str | None = None,
@@ -83,9 +84,9 @@ class Service:
                       f"--checkpoint-every={checkpoint_every or ''}"]
         self._saves = checkpoint_dir is not None
         with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # As long as the child lives, which inherits it.
+            fcntl.flock(lock, fcntl.LOCK_EX)  # The child inherits it, so it lasts as long as the child lives.
             os.rename(lock.name, self._folder / _LOCK)
-            # A group of its own: Ctrl-C is for the script, which may still want to save.
+            # A separate process group: Ctrl-C is for the script, which may still want to save.
             self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                              pass_fds=[lock.fileno()], start_new_session=True,
                                              preexec_fn=_end_with_parent())
@@ -109,16 +110,16 @@ class Service:
 
     @property
     def ended(self) -> str | None:
-        """Why, as far as is known, if it has ended."""
+        """Why it has ended, if it has, as far as is known."""
         if self._process.poll() is None:
             return None
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         return next((line for line in reversed(lines) if "error" in line), f"exit code {self._process.returncode}")
 
     def stop(self) -> None:
-        """Ends the service, with SIGKILL if it does not end by itself. With a checkpoint_dir it saves first, however
-        long that takes; BallastError, after it has been killed, if it could not. Stopping again does nothing; a
-        fork of the process that started it stops nothing."""
+        """Ends the service, with SIGKILL if needed. With a checkpoint_dir it saves first, however long that takes.
+        If a save fails, the service is killed, and stop raises BallastError. Stopping again has no effect. In a fork
+        of the starting process it has no effect."""
         if os.getpid() != self._owner:
             return
         atexit.unregister(self.stop)
@@ -135,7 +136,7 @@ class Service:
             raise BallastError(f"the service was stopped, and its jobs were not saved: {failed}")
 
     def _wait(self, seconds: float) -> bool:
-        """Whether it has ended, or, before that, printed that it does not."""
+        """Whether it has ended, or has printed that it will not end."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (not self._saves or self._not_saved() is None):
             try:
@@ -146,7 +147,7 @@ class Service:
         return self._process.poll() is not None
 
     def _not_saved(self) -> str | None:
-        """Why it does not end: a save has failed."""
+        """Why it does not end: a failed save."""
         lines = self._log.read_text(errors="replace").splitlines()
         if not any("the service does not stop" in line for line in lines):
             return None

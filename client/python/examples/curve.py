@@ -10,7 +10,7 @@ from matplotlib import pyplot  # noqa: E402
 
 
 def write(folder, losses, title):
-    """losses: of each step, by its number. Writes losses.csv and loss.png."""
+    """losses: by step number. Writes losses.csv and loss.png."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "losses.csv", "w", newline="") as file:

@@ -1,4 +1,4 @@
-"""A GPT in the shape of GPT-2, as small as it is asked to be."""
+"""A GPT in the shape of GPT-2, of any size."""
 
 import torch
 from torch import nn

@@ -46,7 +46,7 @@ def read_text(file):
 
 
 def batch_of(text, number, args, device):
-    """Batch `number` of all that the run sees, whichever rank and micro-step it is for."""
+    """Batch `number` of the whole run, for any rank and micro-step."""
     generator = torch.Generator().manual_seed(number)
     begins = torch.randint(len(text) - args.context, (args.batch,), generator=generator)
     rows = torch.stack([text[begin:begin + args.context + 1] for begin in begins]).long().to(device)
@@ -65,13 +65,13 @@ def parallelize(model, shard):
         return DistributedDataParallel(model)
     for module in (*model.blocks, model):
         fully_shard(module)
-        if dist.get_backend() == "gloo":  # It has no average: its reduce-scatter would sum, and say nothing.
+        if dist.get_backend() == "gloo":  # It has no average: its reduce-scatter would silently sum.
             module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def synchronizing(model, last):
-    """For a micro-step: gradients are reduced in the last one."""
+    """In a micro-step: gradients are reduced only in the last one."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     elif isinstance(model, DistributedDataParallel) and not last:

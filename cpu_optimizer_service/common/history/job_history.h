@@ -1,13 +1,13 @@
-// What thousands of a job's steps were like, thinned, for people who look for a spike.
+// The history of a job's steps, thinned, for people who look for a spike.
 //
-// The last kWholeEntries steps are entries of their own. When there is one more, the two oldest
-// become one of kLevelEntries entries of two steps; of those the two oldest become one of four
-// steps, and so on: an entry that ends `a` steps ago has at most a / 64 steps. A cell keeps its
-// steps' extremes, so no spike is lost by that.
+// Each of the last kWholeEntries steps has an entry. When one more comes, the two oldest become one
+// of kLevelEntries entries of two steps. Of those the two oldest become one of four steps, and so
+// on. So an entry that ends `a` steps ago has at most a / 64 steps. A cell keeps its steps'
+// extremes, so no spike is lost.
 //
-// Whole entries take 4 bytes a column, others 20: a job of two groups and two numbers has 0.2 MB for
-// a thousand steps and 0.8 MB for a million; with every column it is 1.7 MB. Memory dies with the
-// process.
+// Whole entries take 4 bytes a column, others 20. A job of two groups and two numbers takes 0.2 MB
+// for a thousand steps and 0.8 MB for a million; with every column 1.7 MB. The history ends with
+// the process.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_JOB_HISTORY_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HISTORY_JOB_HISTORY_H_
 
@@ -31,8 +31,8 @@
 
 namespace ballast {
 
-inline constexpr size_t kHistoryGroups = 16;  // The first groups, whose norms are kept.
-inline constexpr size_t kHistorySkips = 64;   // The last skipped steps, whose reasons are kept.
+inline constexpr size_t kHistoryGroups = 16;  // The first groups; only their norms are kept.
+inline constexpr size_t kHistorySkips = 64;  // The last skipped steps; only their reasons are kept.
 
 enum class HistorySource : uint8_t { kService, kGroup, kTrainer, kRank };
 
@@ -41,7 +41,7 @@ struct HistoryColumn {
   HistorySource source = HistorySource::kService;
 };
 
-// One number over the steps of an entry. Extremes and mean are NaN where no step has a finite one.
+// One number over the steps of an entry. Extremes and mean are NaN if no step has a finite one.
 struct HistoryCell {
   float min = std::numeric_limits<float>::quiet_NaN();
   float mean = std::numeric_limits<float>::quiet_NaN();
@@ -58,9 +58,9 @@ struct HistoryEntry {
   uint64_t last_step = 0;
   uint32_t skipped_steps = 0;
   int64_t committed_unix_ms = 0;   // Of the last step; 0: before this process.
-  int32_t slowest_rank = -1;       // The rank that computed longest; -1: none reports that.
+  int32_t slowest_rank = -1;       // The rank that computed longest; -1: no rank reports that.
   float slowest_compute = 0;       // Its seconds.
-  std::vector<HistoryCell> cells;  // By column; those after the last one are empty.
+  std::vector<HistoryCell> cells;  // By column; missing ones at the end are empty.
 
   HistoryCell cell(size_t column) const {
     return column < cells.size() ? cells[column] : HistoryCell();
@@ -74,9 +74,9 @@ struct SkippedStep {
 };
 
 struct HistoryQuery {
-  uint64_t first_step = 0;   // Entries that end before it are left out,
-  uint64_t last_step = 0;    // and those that begin after it; 0: none are.
-  uint32_t max_entries = 0;  // Neighbours are joined until there are no more; 0: none are.
+  uint64_t first_step = 0;   // Leave out entries that end before it.
+  uint64_t last_step = 0;    // Leave out entries that begin after it; 0: no limit.
+  uint32_t max_entries = 0;  // Join neighbours down to this number; 0: do not join.
 };
 struct HistoryView {
   std::vector<HistoryColumn> columns;
@@ -84,32 +84,33 @@ struct HistoryView {
   std::vector<SkippedStep> skips;
 };
 
-// What was told of the last steps that it was told of.
+// The latest reports about committed steps.
 struct LatestReports {
   std::map<std::string, double> numbers;  // The last value of each name.
   std::vector<double> group_norms;        // Of the first kHistoryGroups.
-  int slowest_rank = -1;                  // -1: none reports its seconds.
+  int slowest_rank = -1;                  // -1: no rank reports its seconds.
   RankSeconds seconds;                    // Of that rank.
 };
 
-// Thread-safe, with a lock of its own: a reader holds up no step for longer than a copy takes.
+// Thread-safe, with its own lock: a reader delays a step at most for a copy.
 class JobHistory {
  public:
   explicit JobHistory(const JobSpec& spec);
 
-  // Of the step that is under way. A rank may say it again: its last word counts.
+  // About the step in progress. A rank may repeat it: the last report counts.
   void Report(uint64_t step, int rank, const RankReport& report);
   void SetGroupNorms(uint64_t step, absl::Span<const double> norms);
-  // The step is committed. What was told of it is a part of it; what was told of others is dropped.
+  // The step is committed. Reports about it become part of it; reports about other steps are
+  // dropped.
   struct Memory {
     int64_t job_bytes = 0;
     int64_t service_bytes = 0;
   };
   void Add(const StepRecord& record, const Memory& memory);
-  // A step that another process has committed, of which only its record is known.
+  // A step that another process has committed; only its record is known.
   void AddEarlier(const StepRecord& record);
-  // Takes all that is known of another job, in place of what is known here. A group's norms are those
-  // of the group of the same name.
+  // Replaces this history by another job's. A group's norms are those of the group of the same
+  // name.
   void GoOnFrom(const JobHistory& other);
   void Undo();  // Forgets the last step.
   void Clear();
@@ -120,16 +121,16 @@ class JobHistory {
  private:
   static constexpr size_t kWholeEntries = 1024;
   static constexpr size_t kLevelEntries = 128;
-  static constexpr size_t kMostLevels = 24;  // 2^31 steps; older ones are forgotten.
+  static constexpr size_t kMostLevels = 24;  // 2^31 steps; older ones are dropped.
 
-  // One step. A value is NaN where the step has none, and infinite where it is not finite.
+  // One step. A value is NaN if the step lacks it, and infinite if it is not finite.
   struct Whole {
     HistoryEntry head;  // Without cells.
     std::vector<float> values;
   };
   static HistoryEntry EntryOf(const Whole& whole);
 
-  // What has been told of a step before its commit.
+  // Reports about a step before its commit.
   struct Told {
     uint64_t step = 0;
     int numbers_rank = -1;
@@ -141,8 +142,8 @@ class JobHistory {
   Told& Of(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AddLocked(const StepRecord& record, const Memory* memory)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The column of a trainer's number: the one that it had, a new one, or that of the name that was
-  // given longest ago.
+  // The column of a trainer's number: its present one, a new one, or that of the name reported
+  // longest ago.
   size_t ColumnOf(const std::string& name, uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Thin() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

@@ -16,14 +16,14 @@ absl::Status CheckNumberName(absl::string_view name) {
   });
   if (good && !name.empty() && name.size() <= kMostNumberNameBytes) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
-      "a number of a step is called '", Printable(name.substr(0, 80)), "'; its name has 1 to ",
-      kMostNumberNameBytes, " letters, digits, '.', '_', '/' and '-'"));
+      "a number of a step has the invalid name '", Printable(name.substr(0, 80)),
+      "'; expected 1 to ", kMostNumberNameBytes, " letters, digits, '.', '_', '/' and '-'"));
 }
 
 absl::Status CheckReport(const RankReport& report) {
   if (report.numbers.size() > kMostNumbers) {
-    return absl::InvalidArgumentError(absl::StrCat("a step comes with ", report.numbers.size(),
-                                                   " numbers, of ", kMostNumbers, " at most"));
+    return absl::InvalidArgumentError(absl::StrCat("a step has ", report.numbers.size(),
+                                                   " numbers; expected at most ", kMostNumbers));
   }
   for (const auto& [name, value] : report.numbers) {
     BALLAST_RETURN_IF_ERROR(CheckNumberName(name));

@@ -17,8 +17,8 @@ struct ControlGroupFiles {
 enum class ControlGroupVersion { k1, k2 };
 
 // Calls `look` with the folder of each group whose `controller` ("memory", "cpu") bounds this
-// process: its own group and all above it, as far as the mount shows them. A folder may be named
-// twice, or not exist.
+// process: its own group and all above it, as far as the mount shows them. A folder may come twice,
+// or not exist.
 void VisitControlGroups(
     const ControlGroupFiles& files, absl::string_view controller,
     absl::FunctionRef<void(const std::string& folder, ControlGroupVersion version)> look);

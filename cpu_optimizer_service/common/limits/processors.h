@@ -10,16 +10,16 @@ namespace ballast {
 
 struct UsableProcessors {
   int count = 1;
-  // What bounds them: "as many as this host has", "affinity mask (taskset, cpuset)", "CPU quota of
-  // 1.5 in /sys/fs/cgroup/a".
+  // The bound's source: "as many as this host has", "affinity mask (taskset, cpuset)", "CPU quota
+  // of 1.5 in /sys/fs/cgroup/a".
   std::string bound;
 };
 
 // The calling thread's affinity mask. Threads that it starts inherit it.
 UsableProcessors ProcessorsInAffinityMask();
 
-// `most`, or what the smallest CPU quota of the process's control groups pays for, if that is less.
-// A part of a processor counts as one.
+// `most`, or the smallest CPU quota of the process's control groups, if that is less. A part of a
+// processor counts as one.
 UsableProcessors FindUsableProcessors(const ControlGroupFiles& files = {},
                                       UsableProcessors most = ProcessorsInAffinityMask());
 

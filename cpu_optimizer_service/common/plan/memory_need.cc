@@ -19,10 +19,12 @@ constexpr int64_t kLargePlaneBytes = int64_t{1} << 18;
 constexpr int64_t kWeightBuffers = 32;
 // Of a layout with a mesh: spaces, what lies in them, and padding.
 constexpr int64_t kBytesOfSpace = 64;
+constexpr int64_t kTableBytesOfChunk = 384;
 
 // Descriptions, tables and records, by what they grow with; generous, since small beside the rest.
 int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
-  int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
+  int64_t bytes =
+      kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
   bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
   bytes += ShardTableBytes(spec.layout);
   for (const ParameterSpec& parameter : spec.layout.parameters) {
@@ -97,6 +99,20 @@ int64_t ShardTableBytes(const LayoutSpec& layout) {
                               kBytesOfShard * static_cast<int64_t>(layout.parameters.size()));
 }
 
+int64_t ChunkTableBytes(const LayoutSpec& layout) {
+  double full = 0;  // Chunks. Sizes are any numbers yet, also such as give no number here.
+  for (const ParameterSpec& parameter : layout.parameters) {
+    double elements = parameter.trainable ? 1 : 0;
+    for (const int64_t size : parameter.shape) elements *= static_cast<double>(size);
+    full += elements / static_cast<double>(layout.chunk_elements);
+  }
+  if (!(full >= 0 && full <= kMaxChunks)) return 0;
+  // Each range, or each rank's part of a group, ends with a chunk that may be smaller.
+  const int64_t ends = layout.mesh.empty() ? static_cast<int64_t>(layout.partitions.size())
+                                           : int64_t{layout.world_size} * layout.group_count;
+  return kTableBytesOfChunk * std::min<int64_t>(static_cast<int64_t>(full) + ends, kMaxChunks);
+}
+
 MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   MemoryNeed need;
   need.state_bytes = StateBytes(layout, PlanesByGroup(spec));
@@ -104,14 +120,13 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   need.accumulator_bytes = AccumulatorBytes(spec, layout);
   if (spec.update_mode == UpdateMode::kSpeculate) {
     // The provisional update, its task, its second version.
-    constexpr int64_t kTableBytesOfChunk = 384;
     need.speculation_bytes =
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
   if (spec.keep_previous) {
-    constexpr int64_t kTableBytesOfChunk = 128;  // The version, and its words.
+    constexpr int64_t kPreviousBytesOfChunk = 128;  // The version, and its words.
     need.previous_bytes =
-        need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
+        need.state_bytes + kPreviousBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
   need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
                      SquareSumBytes(layout) + TableBytes(spec, layout);

@@ -1,5 +1,5 @@
-// What a job takes of a service's memory. The engine allocates by these, and a user who plans a job
-// asks the same.
+// A job's need of a service's memory. The engine allocates by these functions, and `ballast plan`
+// uses them.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_
 
@@ -38,11 +38,15 @@ int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);  // All 
 int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);
 int64_t SquareSumBytes(const Layout& layout);
-// Buffers for weights on their way out: each one's, and how many.
+// Buffers for outgoing weights: the size of one, and their number.
 int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout);
 int64_t WeightBufferCount(const Layout& layout);
 inline constexpr int64_t kBytesOfShard = 96;
 int64_t ShardTableBytes(const LayoutSpec& layout);  // 0 without a mesh.
+// The maximal size of a layout's other tables. It is known before the layout is made, because a few
+// bytes can describe a million chunks. 0 if there would be more than kMaxChunks, which no layout
+// has.
+int64_t ChunkTableBytes(const LayoutSpec& layout);
 
 }  // namespace ballast
 

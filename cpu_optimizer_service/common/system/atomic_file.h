@@ -25,14 +25,14 @@ namespace ballast {
 // "cannot DOING PATH: REASON", for an errno.
 absl::Status FileError(int error, absl::string_view doing, const std::string& path);
 
-// Writes all of `contents`, however little a single write takes; `path` is for the error.
+// Writes all of `contents`, also if single writes are short; `path` is for the error.
 absl::Status WriteAll(int descriptor, const std::string& path, absl::string_view contents);
 
 class AtomicFile {
  public:
   struct Options {
-    // The temporary file is the path and this. A file of an earlier process with this name is
-    // replaced, so two processes that may write the same path at once need two suffixes.
+    // The temporary file's name is the path plus this. It replaces an earlier process's file of
+    // this name. So if two processes may write the same path at once, they need two suffixes.
     std::string suffix = ".partial";
     // RemoveUnfinishedFile removes the file. At most one such file at a time in the process.
     bool remove_on_signal = false;
@@ -49,9 +49,9 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   absl::Status Append(absl::string_view bytes);
-  // Brings what was appended to the device: some file systems report a full disk only here.
+  // Flushes to the device: some file systems report a full disk only here.
   absl::Status Flush();
-  // Flushes, and replaces a regular file that has the name.
+  // Flushes, and replaces a regular file of the final name.
   absl::Status Commit();
 
   const std::string& path() const { return path_; }
@@ -65,15 +65,15 @@ class AtomicFile {
   FileDescriptor file_;
 };
 
-// Removes the file with `remove_on_signal` that is not committed, if there is one. For a handler of
-// a signal that ends the process.
+// Removes the uncommitted file with `remove_on_signal`, if any. For a handler of a signal that ends
+// the process.
 void RemoveUnfinishedFile();
 
 struct FileContents {
   std::string path;
   std::string contents;
 };
-// Writes all files or, on an error, none: the first is renamed when the last is on the device.
+// Writes all files or, after an error, none: the first is renamed when the last is on the device.
 absl::Status WriteAtomically(absl::Span<const FileContents> files);
 
 }  // namespace ballast

@@ -63,12 +63,11 @@ absl::Status CheckTimes(const Certificate& certificate, const std::string& path)
   const int ends = X509_cmp_current_time(end);
   // 0 says that the time cannot be read. Of such a certificate nobody knows whether it is valid.
   if (begins == 0 || ends == 0) {
-    return Wrong(
-        path, "is a certificate with a time of validity that cannot be read; have it made again");
+    return Wrong(path, "is a certificate with an unreadable time of validity; create it again");
   }
   if (begins > 0) {
-    return Wrong(path, absl::StrCat("is a certificate that is valid from ", Text(begin),
-                                    " on; see to this host's clock"));
+    return Wrong(path, absl::StrCat("is a certificate that is not valid before ", Text(begin),
+                                    "; check this host's clock"));
   }
   if (ends > 0) return absl::OkStatus();
   return Wrong(path, absl::StrCat("is a certificate that expired at ", Text(end), "; renew it"));
@@ -106,22 +105,21 @@ absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others o
   if (!file || fstat(file.number(), &status) != 0) {
     return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
   }
-  if (!S_ISREG(status.st_mode)) return Wrong(path, "is no file");
+  if (!S_ISREG(status.st_mode)) return Wrong(path, "is not a regular file");
   // The owner may read and replace it, whatever its mode. Kubernetes' are root's.
   if (others == Others::kMayDoNothing && status.st_uid != 0 && status.st_uid != geteuid()) {
     return Wrong(path,
                  absl::StrCat("belongs to user ", status.st_uid,
-                              ", and must belong to this user or to root: chown ", geteuid()));
+                              "; it must belong to this user or to root: run chown ", geteuid()));
   }
   if (others == Others::kMayDoNothing && (status.st_mode & S_IRWXO) != 0) {
     return Wrong(path,
-                 "can be read by other users; take that from them: chmod o= (in Kubernetes: "
-                 "defaultMode 0440)");
+                 "can be read by other users; run chmod o= (in Kubernetes: defaultMode 0440)");
   }
   // Whoever can write the file can put another key, authority or token there, so this counts for
   // all files.
   if ((status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
-    return Wrong(path, "can be written by other users; take that from them: chmod go-w");
+    return Wrong(path, "can be written by other users; run chmod go-w");
   }
   // The size that fstat has told is not used, since the file may grow meanwhile. One byte more than
   // is allowed shows that it is too large.
@@ -143,7 +141,7 @@ absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::s
   BALLAST_ASSIGN_OR_RETURN(const std::string chain,
                            ReadCredentialFile(certificate, Others::kMayRead));
   const std::vector<Certificate> certificates = CertificatesIn(chain);
-  if (certificates.empty()) return Wrong(certificate, "has no certificate in the form of PEM");
+  if (certificates.empty()) return Wrong(certificate, "has no PEM certificate");
   // The first certificate is this side's own. Those behind it are of the authorities in between.
   BALLAST_RETURN_IF_ERROR(CheckTimes(certificates.front(), certificate));
 
@@ -155,7 +153,7 @@ absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::s
   // own.
   ERR_clear_error();
   if (private_key == nullptr) {
-    return Wrong(key, "has no private key in the form of PEM without a passphrase");
+    return Wrong(key, "has no PEM private key without a passphrase");
   }
   const bool match = X509_check_private_key(certificates.front().get(), private_key.get()) == 1;
   ERR_clear_error();
@@ -164,14 +162,14 @@ absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::s
                    .key = secret,
                    .expires_unix_seconds = ExpiryOf(certificates.front())};
   }
-  return Wrong(key, absl::StrCat("is not the key of the certificate in ", certificate,
-                                 "; give the two that were made together"));
+  return Wrong(key, absl::StrCat("does not match the certificate in ", certificate,
+                                 "; give the key of that certificate"));
 }
 
 absl::StatusOr<std::string> ReadCertificateAuthority(const std::string& path) {
   BALLAST_ASSIGN_OR_RETURN(const std::string contents, ReadCredentialFile(path, Others::kMayRead));
   const std::vector<Certificate> certificates = CertificatesIn(contents);
-  if (certificates.empty()) return Wrong(path, "has no certificate in the form of PEM");
+  if (certificates.empty()) return Wrong(path, "has no PEM certificate");
   // One is enough: while authorities are exchanged a file has the old one beside the new one.
   for (const Certificate& each : certificates) {
     if (CheckTimes(each, path).ok()) return contents;
@@ -187,9 +185,7 @@ absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
   if (token.empty()) return Wrong(path, "is empty; write the token into it");
   // The token is sent as a header of HTTP/2, which has to be printable ASCII.
   if (!std::all_of(token.begin(), token.end(), absl::ascii_isgraph)) {
-    return Wrong(path,
-                 "has more than one token, or one of other characters than letters, digits "
-                 "and signs");
+    return Wrong(path, "must hold one token of letters, digits and signs");
   }
   return std::string(token);
 }

@@ -1,4 +1,4 @@
-// Files of certificates, keys and tokens: what is wrong with them, before they are used.
+// Files of certificates, keys and tokens: finds errors in them before they are used.
 //
 // Each error is one INVALID_ARGUMENT line that names the file and says what to do.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CREDENTIAL_FILES_H_
@@ -17,22 +17,22 @@ enum class Others : uint8_t {
   kMayDoNothing,  // The file's group may read it, others may not. Its owner is this user or root.
 };
 
-// The contents of a regular file of at most 1 MiB, which nobody but its owner may write.
+// The contents of a regular file of at most 1 MiB that only its owner may write.
 absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others others);
 
 struct KeyPair {
   std::string certificate;  // A chain.
   std::string key;
-  int64_t expires_unix_seconds = 0;  // The first certificate.
+  int64_t expires_unix_seconds = 0;  // The first certificate's.
 };
-// The contents of a file that begins with a certificate that is valid now, and of one that others
-// may not read, with the key of that certificate.
+// The contents of two files. One begins with a certificate that is valid now. The other has its
+// key, and other users cannot read it.
 absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::string& key);
 
 // The contents of a file with certificates, at least one of which is valid now.
 absl::StatusOr<std::string> ReadCertificateAuthority(const std::string& path);
 
-// The token in a file that others may not read: one word, without the blanks around it.
+// The token in a file that other users cannot read: one word, without surrounding blanks.
 absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
 
 }  // namespace ballast

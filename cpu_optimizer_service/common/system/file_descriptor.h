@@ -8,7 +8,7 @@
 
 namespace ballast {
 
-// Closed on destruction. -1: none.
+// Closed on destruction. -1: empty.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int number = -1) : number_(number) {}

@@ -1,4 +1,4 @@
-// How glibc's heap treats memory that is free again, in a process that receives messages.
+// How glibc's heap treats freed memory, in a process that receives messages.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HEAP_SETTINGS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HEAP_SETTINGS_H_
 
@@ -13,15 +13,15 @@ namespace ballast {
 // first call counts. Thread-safe.
 void KeepHeapWarm();
 
-// Makes all threads share one arena of the heap, which can be given back to the system: of the
-// arenas that threads otherwise get for themselves, up to 64 MiB each stay at the end, whatever is
-// asked for. Threads keep small pieces of their own all the same, so they rarely meet. To be called
-// before the first thread is started.
+// Makes all threads share one arena of the heap, which can be given back to the system. Otherwise
+// each thread's arena keeps up to 64 MiB at its end, whatever the settings. Threads still cache
+// small pieces, so they rarely contend. Call it before the first thread starts.
 void KeepHeapInOneArena();
 
-// Gives back to the system what has been free for a while, wherever it lies in the heap: after a
-// burst of connections or of large requests free memory lies between used memory, where no
-// threshold reaches it. What is taken again at once costs its faults four times a minute at most.
+// Gives memory that has been free for a while back to the system, wherever it lies in the heap.
+// After a burst of connections or large requests free memory lies between used memory, where no
+// threshold reaches it. Memory that is needed again at once costs its faults at most four times a
+// minute.
 class HeapTrimmer {
  public:
   static constexpr size_t kKeptBytes = size_t{32} << 20;  // Less is not worth it.
@@ -33,7 +33,7 @@ class HeapTrimmer {
   HeapTrimmer(std::function<size_t()> free_bytes, std::function<void()> trim)
       : free_bytes_(std::move(free_bytes)), trim_(std::move(trim)) {}
 
-  // To be called every second, by one thread.
+  // Call it every second, from one thread.
   void Tick();
 
  private:

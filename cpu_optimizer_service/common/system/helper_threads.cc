@@ -6,11 +6,9 @@
 #include <system_error>
 #include <utility>
 
-#include "cpu_optimizer_service/common/system/memory_guard.h"
-
 namespace ballast {
 
-HelperThreads::~HelperThreads() {
+void HelperThreads::Stop() {
   std::vector<std::thread> threads;
   std::deque<std::function<void()>> dropped;  // Destroyed without the lock.
   {
@@ -28,7 +26,6 @@ HelperThreads::~HelperThreads() {
 void HelperThreads::Run(std::function<void()> task) {
   {
     MutexLock lock(mutex_);
-    // A task that still runs may give another one while the destructor waits.
     if (stopped_) return;
     tasks_.push_back(std::move(task));
     // Threads that are idle are for the tasks that are queued already, also where they have not
@@ -42,11 +39,6 @@ void HelperThreads::Run(std::function<void()> task) {
         if (threads_.empty()) {
           tasks_.pop_back();
           throw std::bad_alloc();
-        }
-      } catch (const std::bad_alloc&) {
-        if (threads_.empty()) {
-          tasks_.pop_back();
-          throw;
         }
       }
     }
@@ -70,8 +62,7 @@ void HelperThreads::Help() {
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
-    // A task says by itself that it had no memory; one that did not is over.
-    (void)RunsInMemory(task);
+    task();
   }
 }
 

@@ -1,9 +1,9 @@
-// A few threads for work that would hold up the thread that has it to do. They are started when
-// there is work, and stay.
+// A few threads for work that would delay the calling thread. They start with the first work, and
+// stay.
 //
-// Those of Priority::kLowest leave the processors to other threads. Where those are wanted
-// without a pause, each still has 1.4% of one (nice 19 against nice 0: weights 15 and 1024), so that
-// its work ends. What they run must hold no lock that others wait for: it might hold it long.
+// Threads of Priority::kLowest leave the processors to other threads. On busy processors each still
+// gets 1.4% of one (nice 19 against nice 0: weights 15 and 1024), so that its work ends. Their work
+// must not hold a lock that others wait for: it might hold it long.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_
 
@@ -17,17 +17,19 @@
 
 namespace ballast {
 
-// Thread-safe. The caller of Run bounds the number of tasks; it may get a std::bad_alloc.
+// Thread-safe. The caller of Run bounds the number of tasks. It gets std::bad_alloc if the system
+// has no thread at all. Tasks do not throw.
 class HelperThreads {
  public:
   enum class Priority : uint8_t { kNormal, kLowest };
 
   explicit HelperThreads(size_t most, Priority priority = Priority::kNormal)
       : most_(most), priority_(priority) {}
-  // Waits for tasks that run; those that have not begun are dropped.
-  ~HelperThreads();
+  ~HelperThreads() { Stop(); }
 
   void Run(std::function<void()> task);
+  // Waits for running tasks. Drops tasks that have not begun, and later ones.
+  void Stop();
 
  private:
   void Help();

@@ -1,6 +1,6 @@
 // A mutex and a condition variable that clang's thread-safety analysis and ThreadSanitizer both
-// understand. absl::Mutex is not used for our own locks: the distribution's build of it is
-// invisible to ThreadSanitizer, which then reports races that are not there.
+// understand. absl::Mutex is not used for our own locks: ThreadSanitizer does not see the
+// distribution's build of it, and then reports false races.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_MUTEX_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_MUTEX_H_
 

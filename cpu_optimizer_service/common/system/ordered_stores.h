@@ -1,5 +1,5 @@
-// Stores into memory that outlives this process, on whose order a later process relies. Only the
-// compiler could change it: after this process's death its stores are there in their order.
+// Stores into memory that outlives this process. A later process relies on their order. Only the
+// compiler could change it: after a crash the process's stores are there in order.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_ORDERED_STORES_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_ORDERED_STORES_H_
 
@@ -8,10 +8,10 @@
 
 namespace ballast {
 
-// What this thread has stored before comes before what it stores after.
+// This thread's earlier stores come before its later ones.
 inline void KeepOrderOfStores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// After all that was stored before, before all that comes later, and as a whole.
+// Stores the whole word after all earlier stores and before all later ones.
 inline void StoreWord(uint64_t& word, uint64_t value) {
   KeepOrderOfStores();
   *static_cast<volatile uint64_t*>(&word) = value;

@@ -1,5 +1,5 @@
-// The one wrapper around oneTBB's loops. It tells ThreadSanitizer the edges between the caller and
-// the tasks, which the distribution's uninstrumented TBB hides.
+// The one wrapper of oneTBB's loops. It tells ThreadSanitizer the edges between the caller and the
+// tasks, which the distribution's uninstrumented TBB hides.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PARALLEL_FOR_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PARALLEL_FOR_H_
 
@@ -13,8 +13,8 @@ namespace ballast {
 // in, and waits for them. `body` does not throw.
 void ParallelFor(int64_t count, absl::FunctionRef<void(int64_t)> body);
 
-// A happens-before edge: everything before Release is seen by the thread that calls Acquire after
-// it. Only for what TBB orders in truth; without ThreadSanitizer it is nothing.
+// A happens-before edge: the thread that calls Acquire sees everything before Release. Only for
+// what TBB really orders. Without ThreadSanitizer it has no effect.
 class TsanEdge {
  public:
   void Release();

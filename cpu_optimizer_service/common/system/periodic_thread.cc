@@ -4,8 +4,6 @@
 
 #include <utility>
 
-#include "cpu_optimizer_service/common/system/memory_guard.h"
-
 namespace ballast {
 
 PeriodicThread::PeriodicThread(const char* name, std::chrono::nanoseconds period,
@@ -35,7 +33,7 @@ void PeriodicThread::Run() {
       if (stopped_) return;
     }
     // Without the lock, which the destructor wants: it may then ask for the stop meanwhile.
-    (void)RunsInMemory(function_);
+    function_();
   }
 }
 

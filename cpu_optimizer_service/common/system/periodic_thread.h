@@ -1,8 +1,8 @@
-// A thread that calls a function again and again.
+// A thread that calls a function periodically.
 //
 //   PeriodicThread thread("looks", std::chrono::seconds(1), [this] { Look(); });
 //
-// As a member it comes after all that the function uses, so that it ends before that does.
+// Declare it after all members that the function uses, so that it ends before they do.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PERIODIC_THREAD_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PERIODIC_THREAD_H_
 
@@ -17,10 +17,9 @@ namespace ballast {
 class PeriodicThread {
  public:
   // Calls `function` for the first time after one period, and then one period after each call has
-  // returned. A call that has no memory ends there, and the next one comes as usual. The thread has
-  // `name` in the system's tools, at most 15 bytes, which are not copied.
+  // returned. The thread has `name` in the system's tools, at most 15 bytes, which are not copied.
   PeriodicThread(const char* name, std::chrono::nanoseconds period, std::function<void()> function);
-  // At once, or after a call that runs: no other one begins. Not from the function itself.
+  // Returns at once, or after a running call; no further call begins. Not from the function itself.
   ~PeriodicThread();
 
  private:

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -52,7 +51,6 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes,
   try {
     for (size_t i = 1; i < threads; ++i) others.emplace_back(work);
   } catch (const std::system_error&) {  // The system has no more threads: those there are do it.
-  } catch (const std::bad_alloc&) {
   }
   work();
   for (std::thread& thread : others) thread.join();

@@ -1,4 +1,4 @@
-// A warning about what may happen often: a line now and then, with how often it happened.
+// A warning about an event that may be frequent: a line now and then, with its count.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_RARE_WARNING_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_RARE_WARNING_H_
 
@@ -21,8 +21,8 @@ class RareWarning {
   explicit RareWarning(std::function<void(const std::string& line)> warn)
       : warn_(std::move(warn)) {}
 
-  // It happened once more. Unless the last line was less than kEvery ago, warns with line(count),
-  // where `count` is how often it happened since.
+  // The event happened. Unless the last line was less than kEvery ago, warns with line(count),
+  // where `count` is the number of events since.
   template <typename Line>
   void Happened(const Line& line, Clock::time_point now = Clock::now()) {
     int64_t count = 0;

@@ -1,4 +1,4 @@
-// SHA-256 over pieces, from OpenSSL. std::bad_alloc where there is no memory for it.
+// SHA-256 over pieces, from OpenSSL. std::bad_alloc if it has no memory.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_SHA256_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_SHA256_H_
 

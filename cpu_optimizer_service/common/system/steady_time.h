@@ -1,4 +1,4 @@
-// The time by which waits are measured: it is never set, unlike the time of day.
+// The clock for waits: nobody sets it, unlike the time of day.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_
 
@@ -8,7 +8,7 @@
 
 namespace ballast {
 
-// Since a moment that is the same for all of this process, and means nothing else.
+// Since a fixed, otherwise meaningless moment of this process.
 inline absl::Time SteadyNow() {
   return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
 }

@@ -55,9 +55,8 @@ absl::Status CheckClientVersion(absl::string_view user_agent, absl::string_view 
     return absl::OkStatus();
   }
   return absl::FailedPreconditionError(absl::StrCat(
-      "this client is of Ballast ", version, " and the service of ", service_version,
-      ", which do not work together: minor versions may differ by one; install the same release "
-      "at both ends"));
+      "Ballast client ", version, " and service ", service_version,
+      " are incompatible: minor versions may differ by one; install the same release on both"));
 }
 
 }  // namespace ballast

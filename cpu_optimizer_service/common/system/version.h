@@ -1,9 +1,9 @@
-// Which release this is, and which releases of client and service work together: those of one major
-// version whose minor versions are the same or neighbours. So a service can be replaced by its next
-// release before its clients are, or after.
+// This release, and the rule which releases of client and service work together: the same major
+// version, and the same or neighbouring minor versions. So a service may be upgraded before its
+// clients, or after.
 //
-// A client says its release at the beginning of its user agent, "ballast/0.1.0"; clients that are not
-// ours need not say any.
+// A client states its release at the beginning of its user agent, "ballast/0.1.0". Other clients
+// need not.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_VERSION_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_VERSION_H_
 
@@ -16,7 +16,7 @@ namespace ballast {
 
 std::string BallastVersion();   // "0.1.0".
 std::string VersionAndBuild();  // "0.1.0 (build acbdb20)".
-// What a client's user agent begins with.
+// The beginning of a client's user agent.
 std::string BallastUserAgent();
 
 // FAILED_PRECONDITION: a client with this user agent does not work with a service of this release.

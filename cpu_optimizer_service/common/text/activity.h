@@ -1,7 +1,7 @@
-// Long work that is under way, and how far it is: for the log, the page, the API and the tool.
+// The progress of long work, for the log, the page, the API and the tool.
 //
 //   const std::shared_ptr<Progress> progress = activities.Begin({.kind = ..., .job = "gpt2"});
-//   const CountsIn here(*progress);               // What is called from here counts in it,
+//   const CountsIn here(*progress);               // Calls from here count in it,
 //   ...
 //   Progress::OfThisThread().Expect(all_bytes);   // deep down, without an argument for it.
 //   Progress::OfThisThread().Count(bytes);
@@ -21,30 +21,30 @@
 namespace ballast {
 
 enum class ActivityKind : uint8_t {
-  kMakingMemory,          // Of a job that is being created.
+  kMakingMemory,          // For a job that is being created.
   kTakingFirstWeights,    // From the ranks.
-  kMakingSecondVersions,  // Memory beside which steps go on while a checkpoint is written.
+  kMakingSecondVersions,  // Memory that lets steps go on while a checkpoint is written.
   kWritingCheckpoint,
-  kVerifyingCheckpoint,  // Reading every byte of it; also before it is loaded.
+  kVerifyingCheckpoint,  // Reading all of its bytes; also before a load.
   kLoadingCheckpoint,
-  kExportingWeights,  // By the tool alone: on the wire it is kOther, as what a newer service does.
+  kExportingWeights,  // Only in the tool. In messages it is kOther, as a newer service's kinds.
   kOther,
 };
 
-// At an instant.
+// A snapshot.
 struct Activity {
-  uint64_t number = 0;  // No other of these Activities has it.
+  uint64_t number = 0;  // Unique among these Activities.
   ActivityKind kind = ActivityKind::kMakingMemory;
-  std::string job;        // Empty: of none.
-  std::string directory;  // Of checkpoints; empty: of none.
+  std::string job;        // Empty: no job's.
+  std::string directory;  // Of checkpoints; may be empty.
   int64_t done_bytes = 0;
-  int64_t total_bytes = 0;            // 0: not known yet.
+  int64_t total_bytes = 0;            // 0: still unknown.
   double seconds = 0;                 // Since it began.
-  double seconds_since_progress = 0;  // Since it last got further.
+  double seconds_since_progress = 0;  // Since its last progress.
 };
 
-// "making memory for second versions: 3.1 of 5.2 GiB, 201.50 MiB/s, 11s left". The directory goes
-// along; the job does not. What has not got further for long says so, and no cause.
+// "making memory for second versions: 3.1 of 5.2 GiB, 201.50 MiB/s, 11s left". With the directory,
+// without the job. If there was no progress for long, it says so, without a cause.
 std::string ToLine(const Activity& activity);
 
 // Thread-safe.
@@ -54,9 +54,9 @@ class Progress {
 
   explicit Progress(int64_t total_bytes = 0) : total_(total_bytes) {}
 
-  // So much more is to be done.
+  // Adds to the work.
   void Expect(int64_t bytes) { total_ += bytes; }
-  // So much is done. 0 shows that it goes on, and less than that is to be done once more.
+  // Adds to the finished work. 0 shows that it goes on. A negative number has to be repeated.
   void Count(int64_t bytes) {
     done_ += bytes;
     last_ = Clock::now();
@@ -67,7 +67,7 @@ class Progress {
   double seconds() const { return Since(began_); }
   double seconds_since_progress() const { return Since(last_); }
 
-  // That of the innermost CountsIn of this thread, or one that nobody sees.
+  // That of this thread's innermost CountsIn, or an invisible one.
   static Progress& OfThisThread();
 
  private:
@@ -81,7 +81,7 @@ class Progress {
   std::atomic<Clock::time_point> last_ = Clock::now();
 };
 
-// While there is one, what this thread does counts there. A thread that it starts needs its own.
+// During its life this thread's work counts there. A thread that it starts needs its own.
 class CountsIn {
  public:
   explicit CountsIn(Progress& progress);
@@ -102,7 +102,7 @@ class Activities {
     std::string directory;
     int64_t total_bytes = 0;
   };
-  // Under way until the last copy of the pointer goes.
+  // In progress until the last copy of the pointer is gone.
   std::shared_ptr<Progress> Begin(What what);
   std::vector<Activity> List() const;  // Oldest first.
 

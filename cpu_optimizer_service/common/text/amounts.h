@@ -1,4 +1,4 @@
-// Amounts as people read and write them.
+// Amounts in the form that people read and write.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_AMOUNTS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_AMOUNTS_H_
 

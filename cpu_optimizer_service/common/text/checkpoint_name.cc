@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -53,6 +55,23 @@ bool IsCheckpointName(absl::string_view name) {
   return IsJobName(name.substr(0, slash)) &&
          (slash == name.npos || IsVersionName(name.substr(slash + 1)) ||
           StepNamed(name.substr(slash + 1)).has_value());
+}
+
+absl::Status CheckCheckpointDirectory(absl::string_view directory) {
+  // A relative path would be misunderstood: a service's current directory is not the user's.
+  if (absl::StartsWith(directory, "/") || IsCheckpointName(directory)) return absl::OkStatus();
+  // What a caller sent stands in the answer and may stand in the log: a part of it, printable.
+  const std::string shown = absl::Utf8SafeCEscape(directory.substr(0, 128));
+  // A name with this part in it was meant as a checkpoint, and is mistyped.
+  if (const size_t step = shown.find("/step-"); step != std::string::npos) {
+    const std::string name = shown.substr(0, step);
+    return absl::InvalidArgumentError(absl::StrCat(
+        "'", shown, "' is no checkpoint; expected ", name, " or ", name, "/step-STEP or ", name,
+        "/step-STEP.GENERATION; `ballast checkpoints ", name, "` lists them"));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "'", shown, "' is neither a name under the service's --checkpoint-dir (1 to 128 letters, ",
+      "digits, '.', '_' or '-', beginning without '.') nor an absolute path on its host"));
 }
 
 }  // namespace ballast

@@ -1,4 +1,4 @@
-// Text that a terminal or a log shows and does not obey.
+// Text without control characters for terminals and logs.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_PRINTABLE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_PRINTABLE_H_
 
@@ -10,13 +10,13 @@
 
 namespace ballast {
 
-// Every control character, C1 and bytes that are not UTF-8 included, as \xHH. Newlines too, unless
-// they are to be kept.
+// Every control character, including C1 and bytes that are not UTF-8, becomes \xHH. Newlines too,
+// unless they are kept.
 enum class Newlines : uint8_t { kEscape, kKeep };
 std::string Printable(absl::string_view text, Newlines newlines = Newlines::kEscape);
 
-// One printable line. What is beyond about `most_bytes` is cut off, with "..." in its place. The
-// time depends on `most_bytes`, not on the text.
+// One printable line. Beyond about `most_bytes` it is truncated and ends with "...". The time
+// depends on `most_bytes`, not on the text.
 std::string OneLine(absl::string_view text, size_t most_bytes);
 
 }  // namespace ballast

@@ -1,4 +1,4 @@
-// Suggests known names for a name that does not exist.
+// Suggests known names for an unknown one.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_SUGGESTIONS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_SUGGESTIONS_H_
 

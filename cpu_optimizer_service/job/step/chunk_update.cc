@@ -43,7 +43,7 @@ void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64
       .scalars = MakeAdamScalars(*update.hyper_parameters, update_count, update.multiplier),
   };
   if (update.redo == nullptr) return UpdateAdam(run);
-  AdamRedo redo(*update.redo, static_cast<uint32_t>(update.chunk), begin);
+  RedoWriter redo(*update.redo, static_cast<uint32_t>(update.chunk), begin);
   UpdateAdam(run, &redo);
 }
 

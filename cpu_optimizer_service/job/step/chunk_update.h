@@ -14,17 +14,17 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/state_bounds.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
-#include "cpu_optimizer_service/kernels/adam_redo.h"
+#include "cpu_optimizer_service/kernels/redo_lane.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast {
 
-// What the update of any chunk in a step needs, besides its gradient.
+// The input of any chunk's update in a step, besides its gradient.
 struct StepUpdate {
   uint64_t step = 0;
   std::vector<HyperParameters> hyper_parameters;  // By group.
   std::vector<float> multipliers;                 // By group.
-  std::vector<int64_t> update_counts;  // By parameter, of this update; 0: it is left as it is.
+  std::vector<int64_t> update_counts;             // By parameter, of this update; 0: no change.
 };
 
 struct ChunkUpdate {
@@ -35,28 +35,28 @@ struct ChunkUpdate {
   Slot to;
   const HyperParameters* hyper_parameters = nullptr;
   float multiplier = 1;
-  void* shard = nullptr;  // chunk.elements elements of shard_dtype. Nullable: not wanted.
+  void* shard = nullptr;  // chunk.elements elements of shard_dtype. May be null.
   DType shard_dtype = DType::kBFloat16;
-  // Of an update in place: elements [0, done) are new already, and what follows is recorded here
-  // (kernels/adam_redo.h). Null: nothing is recorded.
+  // For an update in place: elements [0, done) are already new, and the rest is recorded here
+  // (kernels/redo_lane.h). Null: no record.
   RedoLane* redo = nullptr;
   int64_t done = 0;
 };
 
-// `update_count_of(parameter)` is the number of the update that the parameter gets now, from 1; 0
-// leaves it as it is (it is only copied, and returned). Padding is never updated.
+// `update_count_of(parameter)` is the number of the parameter's update now, from 1. 0: the
+// parameter does not change (it is only copied, and returned). Padding is never updated.
 void UpdateChunk(const ChunkUpdate& update,
                  absl::FunctionRef<int64_t(int parameter)> update_count_of);
 
-// What UpdateChunk would leave in the chunk. Nothing is written: `to` and `shard` are not looked at.
+// The chunk's state after UpdateChunk, without writing it: `to` and `shard` are ignored.
 struct TrialUpdate {
-  StateBounds largest;  // Of each plane, exactly, if all of it is finite.
+  StateBounds largest;  // Of each plane, exactly, if it is finite.
   struct NonFinite {
     Plane plane = Plane::kMaster;
-    int64_t element = 0;  // Of the chunk.
+    int64_t element = 0;  // In the chunk.
     float value = 0;
   };
-  std::optional<NonFinite> non_finite;  // One in the first stretch of elements that has any.
+  std::optional<NonFinite> non_finite;  // One in the first run of elements with any.
 };
 TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
                            absl::FunctionRef<int64_t(int parameter)> update_count_of);

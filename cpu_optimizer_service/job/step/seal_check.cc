@@ -36,7 +36,7 @@ std::optional<SealRefusal> Because(absl::string_view reason, std::optional<SealR
 }
 
 std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank) {
-  const std::optional<uint32_t> micro_step = given.step.ranks()[rank].reached_nothing;
+  const std::optional<uint32_t> micro_step = given.part.rank(rank).reached_nothing;
   // The other policies let a worker declare that it used none.
   if (!micro_step.has_value() || given.spec.unused_policy != UnusedPolicy::kError)
     return std::nullopt;
@@ -51,23 +51,23 @@ std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank
   const int64_t count = static_cast<int64_t>(missing.parameters.size()) + missing.more_parameters;
   const bool more = missing.more_parameters > 0;
   absl::Status status = absl::FailedPreconditionError(absl::StrCat(
-      "step ", given.step.terms().step, ": rank ", rank, ", micro-step ", *micro_step,
+      "step ", given.lead.step(), ": rank ", rank, ", micro-step ", *micro_step,
       ": backward reached none of its ", count, " parameters (",
       absl::StrJoin(missing.parameters, ", "), more ? ", ..." : "",
-      "); see why its hooks did not fire, abort the step and redo it; if it is meant, create the "
-      "job with unused_policy skip or zero"));
+      "); find out why its hooks did not fire, abort the step and redo it; if this is intended, "
+      "create the job with unused_policy skip or zero"));
   return SealRefusal{std::move(status), {std::move(missing)}};
 }
 
 std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
                                             uint32_t micro_steps) {
-  const uint64_t step = given.step.terms().step;
+  const uint64_t step = given.lead.step();
   // By micro-step, because a refusal names the first ones. Parameters are a set: they may lie in
   // several chunks.
   std::map<uint32_t, std::set<int>> missing;  // Parameters by first missing micro-step.
   int closed = -1;                            // A chunk that can be sent no more.
   for (const int chunk : given.layout.chunks_of_rank(rank)) {
-    const uint32_t next = given.ledger.next_micro_step(chunk);
+    const uint32_t next = given.part.ledger().next_micro_step(chunk);
     if (next > micro_steps) {
       return Because(
           reason::kSendAndSealAgain,
@@ -78,7 +78,7 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
     }
     if (next == micro_steps) continue;
     // A final contribution promised that nothing follows: what is missing cannot be sent any more.
-    if (given.ledger.closed(chunk)) closed = chunk;
+    if (given.part.ledger().closed(chunk)) closed = chunk;
     auto& parameters = missing[next];
     given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
       // What is missing is all of a chunk, and with it a part of each parameter in it.
@@ -99,7 +99,7 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
   }
   const MissingContribution& first = refusal.missing.front();
   refusal.status = absl::FailedPreconditionError(
-      absl::StrCat("step ", step, " is not whole: rank ", rank, " has not sent micro-step ",
+      absl::StrCat("step ", step, " is incomplete: rank ", rank, " has not sent micro-step ",
                    first.micro_step, " of ", ListNames(first),
                    closed == -1 ? "; send it and seal again"
                                 : absl::StrCat("; chunk ", closed,
@@ -123,18 +123,18 @@ int ChunkWithGradient(const StepGiven& given, int parameter, HasGradient has_gra
 // A chunk that came as empty for a micro-step in which one of its parameters was used.
 std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
   std::optional<SealRefusal> refusal;
-  for (const auto& of_chunk : given.step.empties()) {
+  for (const auto& of_chunk : given.part.empties()) {
     const int chunk = of_chunk.first;
     given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
       // An empty contribution counts as zeros. Where a parameter was used, zeros would take the
       // place of its gradient.
       for (const auto& [begin, end] : of_chunk.second) {
-        const std::optional<uint32_t> micro_step = given.step.FirstUse(part.parameter, begin, end);
+        const std::optional<uint32_t> micro_step = given.part.FirstUse(part.parameter, begin, end);
         if (!micro_step.has_value()) continue;
         const std::string& name = given.spec.layout.parameters[part.parameter].name;
         const int owner = given.layout.chunks()[chunk].rank;
         refusal = SealRefusal{absl::FailedPreconditionError(absl::StrCat(
-                                  "step ", given.step.terms().step, ": parameter ", name,
+                                  "step ", given.lead.step(), ": parameter ", name,
                                   " received a gradient in micro-step ", *micro_step,
                                   ", but was sent as empty (chunk ", chunk, " from rank ", owner,
                                   "); abort the step and redo it")),
@@ -150,13 +150,13 @@ std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
 
 std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank,
                                            HasGradient has_gradient) {
-  const uint64_t step = given.step.terms().step;
+  const uint64_t step = given.lead.step();
   MissingContribution unused = {.rank = last_rank, .micro_step = 0, .parameters = {}};
   for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = given.spec.layout.parameters[p];
     const ParameterPlace& place = given.layout.place(p);
     if (!parameter.trainable || place.elements == 0) continue;
-    if (given.step.used(p)) continue;
+    if (given.part.used(p)) continue;
     AddName(unused, parameter.name);
     // Under every policy: a gradient that is there contradicts what all ranks have declared.
     // It reads the gradient itself, under the job's lock, so it is not asked of all parameters.
@@ -174,8 +174,8 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
   return SealRefusal{
       absl::FailedPreconditionError(absl::StrCat(
           "step ", step, ": no rank gave a gradient to ", ListNames(unused),
-          " in any micro-step; abort the step; if that is meant, create the job with unused_policy "
-          "skip or zero")),
+          " in any micro-step; abort the step; if this is intended, create the job with "
+          "unused_policy skip or zero")),
       {std::move(unused)}};
 }
 
@@ -192,9 +192,9 @@ SealRefusal RefuseDiscarded(uint64_t step, int rank, uint32_t attempt, int by) {
 }
 
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps) {
-  if (!given.step.IsLive(rank)) {
-    return RefuseDiscarded(given.step.terms().step, rank, given.step.ranks()[rank].attempt,
-                           given.step.LiveRank());
+  if (!given.lead.IsLive(rank)) {
+    return RefuseDiscarded(given.lead.step(), rank, given.lead.ranks()[rank].attempt,
+                           given.lead.LiveRank());
   }
   if (auto refused = CheckBackwardReached(given, rank)) {
     return Because(reason::kAbortAndRedo, std::move(refused));
@@ -204,15 +204,15 @@ std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t 
 
 std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
                                      HasGradient has_gradient) {
-  const uint64_t step = given.step.terms().step;
+  const uint64_t step = given.lead.step();
   // Before all others: what each rank gave is whole by the number that it sealed itself, and only
   // equal numbers make a step.
-  if (const int other = given.step.RankThatDisagrees(last_rank); other != -1) {
+  if (const int other = given.lead.RankThatDisagrees(last_rank); other != -1) {
     return Because(reason::kSendAndSealAgain,
                    SealRefusal{absl::FailedPreconditionError(absl::StrCat(
                                    "step ", step, ": rank ", last_rank, " sealed ",
-                                   *given.step.ranks()[last_rank].sealed, " micro-steps and rank ",
-                                   other, " ", *given.step.ranks()[other].sealed,
+                                   *given.lead.ranks()[last_rank].sealed, " micro-steps and rank ",
+                                   other, " ", *given.lead.ranks()[other].sealed,
                                    "; all ranks must seal the same number")),
                                {}});
   }
@@ -254,7 +254,7 @@ std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,
 absl::Status CheckScale(const GradientScale& scale, int group_count) {
   if (!std::isfinite(scale.loss_scale) || scale.loss_scale <= 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("loss_scale is ", scale.loss_scale, ", must be finite and positive"));
+        absl::StrCat("loss_scale is ", scale.loss_scale, "; expected a finite, positive value"));
   }
   if (!scale.divisors.empty() && static_cast<int>(scale.divisors.size()) != group_count) {
     return absl::InvalidArgumentError(absl::StrCat("there are ", scale.divisors.size(),
@@ -267,9 +267,10 @@ absl::Status CheckScale(const GradientScale& scale, int group_count) {
     // Below FLT_MIN it would be denormal in fp32, which the update takes for zero (adam.h).
     const double multiplier = 1.0 / (scale.loss_scale * divisor);
     if (!(divisor > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "divisor ", divisor, " of group ", group,
-          " is not positive, or leaves no fp32 multiplier with loss_scale ", scale.loss_scale));
+      return absl::InvalidArgumentError(
+          absl::StrCat("divisor ", divisor, " of group ", group,
+                       " is not positive, or gives a multiplier outside fp32 with loss_scale ",
+                       scale.loss_scale));
     }
   }
   return absl::OkStatus();
@@ -292,9 +293,9 @@ absl::Status CheckUsed(const JobSpec& spec, const Layout& layout, int rank,
   const bool is_one = is_trainable(parameter) && element >= 0 &&
                       element < layout.place(parameter).elements && !std::isfinite(value);
   if (is_one) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("rank ", rank, " reports a non-finite gradient that is none: ", value,
-                   " at element ", element, " of parameter ", parameter, " of job ", spec.name));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "rank ", rank, " reports a non-finite gradient that is finite or out of range: ", value,
+      " at element ", element, " of parameter ", parameter, " of job ", spec.name));
 }
 
 }  // namespace ballast

@@ -1,4 +1,4 @@
-// What a rank is told whose seal did not take.
+// The refusal of a rank's seal.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_SEAL_REFUSAL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_SEAL_REFUSAL_H_
 
@@ -18,10 +18,10 @@ struct MissingContribution {
   int rank = 0;
   uint32_t micro_step = 0;
   std::vector<std::string> parameters;  // The first kMissingNames,
-  int64_t more_parameters = 0;          // and how many others.
+  int64_t more_parameters = 0;          // The number of others.
 };
 
-// Why a seal did not take. status is FAILED_PRECONDITION and its message names the first of
+// Why a seal was refused. status is FAILED_PRECONDITION, and its message names the first of
 // `missing`.
 struct SealRefusal {
   absl::Status status;

@@ -26,10 +26,9 @@ std::optional<int64_t> FirstBadValue(Plane plane, absl::Span<const float> values
 }
 
 absl::Status BadValue(absl::string_view what, Plane plane, float value, int64_t element) {
-  return absl::InvalidArgumentError(
-      absl::StrCat(what, " is ", value, " at element ", element, "; ",
-                   plane == Plane::kMaster ? "weights" : "moments", " must be finite",
-                   IsOfSquares(plane) ? ", and this one not below zero" : ""));
+  return absl::InvalidArgumentError(absl::StrCat(what, " is ", value, " at element ", element,
+                                                 "; expected a finite value",
+                                                 IsOfSquares(plane) ? ", 0 or more" : ""));
 }
 
 StateWriting::StateWriting(StateWrite write, const Layout& layout)

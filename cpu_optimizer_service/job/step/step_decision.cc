@@ -44,7 +44,7 @@ std::string DifferenceOfTrainerStates(std::string_view a, std::string_view b) {
 bool IsUnused(const StepFacts& facts, int parameter) {
   // A parameter of no elements has no gradient to get, and is not unused for that.
   return facts.spec.layout.parameters[parameter].trainable &&
-         facts.layout.place(parameter).elements > 0 && !facts.step.used(parameter);
+         facts.layout.place(parameter).elements > 0 && !facts.part.used(parameter);
 }
 
 std::vector<std::string> UnusedParameters(const StepFacts& facts) {
@@ -122,7 +122,7 @@ absl::StatusOr<std::vector<HyperParameters>> WithOverrides(
   for (const auto& [group, changes] : overrides) {
     if (group < 0 || group >= static_cast<int>(values.size())) {
       return absl::InvalidArgumentError(
-          absl::StrCat("overrides name group ", group, " of ", values.size()));
+          absl::StrCat("overrides name group ", group, ", but the job has ", values.size()));
     }
     // All values are checked together: whether an lr is possible depends on the betas and on the
     // weight decay, too.
@@ -139,9 +139,9 @@ absl::Status CheckVote(const JobSpec& spec, const StepTerms& terms, int rank,
   BALLAST_RETURN_IF_ERROR(
       Annotate(Validate(vote.clipping, static_cast<int>(spec.groups.size())), context));
   if (vote.trainer_state.has_value() && vote.trainer_state->size() > kMaxTrainerStateBytes) {
-    return absl::InvalidArgumentError(absl::StrCat(context, " with a trainer_state of ",
-                                                   vote.trainer_state->size(), " bytes, of ",
-                                                   kMaxTrainerStateBytes, " at most"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(context, " with a trainer_state of ", vote.trainer_state->size(),
+                     " bytes; expected at most ", kMaxTrainerStateBytes));
   }
   if (vote.overrides.empty()) return absl::OkStatus();
   return Annotate(WithOverrides(spec, terms.hyper_parameters, vote.overrides).status(), context);
@@ -173,23 +173,28 @@ absl::Status RefuseVoteOfDiscarded(uint64_t step, int rank, uint32_t attempt, in
 }
 
 StepNorm NormOf(const StepFacts& facts) {
-  const GradientScale& scale = facts.step.terms().settings.scale;
-  return {.step = facts.step.terms().step,
-          .attempt = facts.step.given().attempt(),
-          .norm = GlobalNorm(*facts.step.group_sums(), scale),
-          .group_norms = GroupNorms(*facts.step.group_sums(), scale),
+  const GradientScale& scale = facts.lead.terms().settings.scale;
+  return {.step = facts.lead.terms().step,
+          .attempt = facts.lead.attempt(),
+          .norm = GlobalNorm(*facts.lead.group_sums(), scale),
+          .group_norms = GroupNorms(*facts.lead.group_sums(), scale),
           .non_finite = facts.non_finite,
           .unused_parameters = UnusedParameters(facts)};
 }
 
-DecidedUpdate DecideStep(const StepFacts& facts) {
-  const StepTerms& terms = facts.step.terms();
-  const StepVote& vote = facts.step.vote();
-  DecidedUpdate decided;
+bool Draft::is_settled() const {
+  return !outcome.decision.apply ||
+         std::ranges::all_of(bounds, [](const StateBounds& each) { return each.finite(); });
+}
+
+Draft DecideStep(const StepFacts& facts) {
+  const StepTerms& terms = facts.lead.terms();
+  const StepVote& vote = facts.lead.vote();
+  Draft decided;
   StepOutcome& outcome = decided.outcome;
   outcome.step = terms.step;
   // Also where the ranks abandon the step: the norm is part of its record.
-  outcome.decision = Decide(*facts.step.group_sums(), terms.settings.scale, vote.clipping);
+  outcome.decision = Decide(*facts.lead.group_sums(), terms.settings.scale, vote.clipping);
   outcome.unused_parameters = UnusedParameters(facts);
   if (!vote.apply) {
     outcome.decision.apply = false;
@@ -202,7 +207,7 @@ DecidedUpdate DecideStep(const StepFacts& facts) {
     outcome.skip_cause = facts.non_finite.empty() ? SkipCause::kMultiplier : SkipCause::kGradient;
     outcome.skip_reason =
         facts.non_finite.empty()
-            ? "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier"
+            ? "the norm, the loss scale and the clipping give a multiplier outside fp32"
             : facts.non_finite;
   }
   // Also of a skip: its record says with which hyper-parameters it would have been applied.

@@ -16,11 +16,11 @@ namespace ballast::worker::cuda {
 // UpdateAdamReference, bit for bit (NaN payloads excepted); all pointers are on the device.
 absl::Status UpdateAdam(DeviceStream& stream, const AdamRun& run);
 
-// Blocks of a gradient that lie one after the other. The last may be short.
+// Adjacent blocks of a gradient. The last may be short.
 struct BlockRun {
   const std::byte* gradient = nullptr;
   int64_t elements = 0;
-  int64_t first_block = 0;  // How many blocks the runs before have.
+  int64_t first_block = 0;  // The number of blocks in earlier runs.
   DType dtype = DType::kFloat32;
 };
 // sums[run.first_block + b] = BlockSumOfSquaresReference of block b of each run, bit for bit, all

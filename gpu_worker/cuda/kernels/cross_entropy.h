@@ -18,7 +18,7 @@ namespace ballast::worker::cuda {
 absl::Status CrossEntropy(DeviceStream& stream, int64_t rows, int vocabulary,
                           const int32_t* targets, float scale, BFloat16Bits* logits, float* losses);
 
-// *sum (+)= the losses, in double and a fixed order; `add` false: it is assigned.
+// *sum (+)= the losses, in double and a fixed order; `add` false: assigned.
 absl::Status SumLosses(DeviceStream& stream, int64_t rows, const float* losses, bool add,
                        double* sum);
 

@@ -1,4 +1,5 @@
-// Gelu after a matrix product whose library cannot take it along (device/matmul.h has the formula).
+// Gelu after a matrix product, for products that the library cannot combine with it
+// (device/matmul.h has the formula).
 #ifndef BALLAST_GPU_WORKER_CUDA_KERNELS_GELU_H_
 #define BALLAST_GPU_WORKER_CUDA_KERNELS_GELU_H_
 

@@ -1,4 +1,4 @@
-// What happens to gradients between backward and their way to the optimizer.
+// Gradients between backward and the optimizer.
 #ifndef BALLAST_GPU_WORKER_CUDA_KERNELS_GRADIENT_H_
 #define BALLAST_GPU_WORKER_CUDA_KERNELS_GRADIENT_H_
 
@@ -14,8 +14,8 @@ namespace ballast::worker::cuda {
 absl::Status RoundGradient(DeviceStream& stream, int64_t elements, const float* from, DType dtype,
                            std::byte* to);
 
-// *first = min(*first, offset + the index of the first element that is not finite once it is
-// rounded to `dtype`); unchanged where all are. `first` is on the device; kNoneNonFinite to begin.
+// *first = min(*first, offset + the index of the first element that is not finite once rounded to
+// `dtype`); unchanged if all are finite. `first` is on the device and starts as kNoneNonFinite.
 inline constexpr uint64_t kNoneNonFinite = ~uint64_t{0};
 absl::Status FindNonFinite(DeviceStream& stream, int64_t elements, const float* gradient,
                            DType dtype, uint64_t offset, uint64_t* first);

@@ -1,28 +1,23 @@
-// What the service remembers of a job's steps (JobHistory in ballast.proto): entries of one step, or of several where
+// What the service remembers of a job's steps (JobHistory in diagnostics.proto): entries of one step, or of several where
 // it was thinned, and numbers of each in columns.
 import { ask } from "./service.js";
+import { finite } from "./text.js";
 
 const ENTRIES = 400; // As many as a chart has room for.
 const SETTLED_MS = 15000; // Steps that are over change only as they are thinned.
 const JOINED_MS = 3000; // Where an entry is of several steps, the next step moves little.
 
-const value = (number) => (Number.isFinite(Number(number)) ? Number(number) : null);
-
 export class History {
-  constructor(answer = {}) {
-    const entries = answer.entries ?? [];
-    this.first = entries.map((entry) => Number(entry.firstStep ?? 0));
-    this.last = entries.map((entry) => Number(entry.lastStep ?? 0));
+  constructor({ entries, columns, skips } = { entries: [], columns: [], skips: [] }) {
+    this.first = entries.map((entry) => entry.first_step);
+    this.last = entries.map((entry) => entry.last_step);
     this.middle = this.first.map((first, i) => (first + this.last[i]) / 2);
-    this.skipped = entries.map((entry) => entry.skippedSteps ?? 0);
-    this.committed = entries.map((entry) => Number(entry.committedUnixMs ?? 0));
-    this.slowest = entries.map((entry) => entry.slowestRank ?? 0);
-    this.columns = (answer.columns ?? []).map((column) => ({
-      name: column.name, source: column.source,
-      min: (column.min ?? []).map(value), mean: (column.mean ?? []).map(value), max: (column.max ?? []).map(value),
-      nonFinite: column.nonFinite ?? [],
+    this.skipped = entries.map((entry) => entry.skipped_steps);
+    this.slowest = entries.map((entry) => entry.slowest_rank);
+    this.columns = columns.map(({ name, source, min, mean, max, non_finite: nonFinite }) => ({
+      name, source, min: min.map(finite), mean: mean.map(finite), max: max.map(finite), nonFinite,
     }));
-    this.skips = (answer.skips ?? []).map((skip) => ({ step: Number(skip.step), reason: skip.reason ?? "" }));
+    this.skips = skips;
   }
   get length() {
     return this.first.length;

@@ -1,8 +1,8 @@
 // One job: its ranks, charts, memory, groups, parameters, the timeline of a step, checkpoints.
 import { histogram } from "./charts.js";
-import { ask, fact, overdue, perSecond, rate, stateOf, trouble, work } from "./service.js";
-import { Steps } from "./steps.js";
-import { bytes, card, count, element, morph, plural, real, seconds } from "./text.js";
+import { ask, fact, isAwaited, lastSeconds, overdue, perSecond, rate, stateOf, trouble, work } from "./service.js";
+import { maxNorm, Steps } from "./steps.js";
+import { bare, bytes, card, count, element, morph, plural, real, seconds } from "./text.js";
 import { Timeline } from "./timeline.js";
 
 function row(cells, attributes) {
@@ -25,13 +25,13 @@ function rankState(rank, job) {
   if (rank.awaited) return rank.attached ? "awaited" : "awaited; no process has it";
   if (!rank.attached) return "no process";
   if (rank.sealed) return "sealed";
-  if (!rank.begun) return job.phase === "open" ? "has not begun" : "attached";
-  return job.phase === "updating" ? "receiving" : "sending gradients";
+  if (!rank.begun) return job.phase === "OPEN" ? "has not begun" : "attached";
+  return job.phase === "UPDATING" ? "receiving" : "sending gradients";
 }
 
 function ranks(job) {
   const late = overdue(job);
-  const shown = job.ranks.map((rank) => ({ ...rank, awaited: rank.awaited && late }))
+  const shown = job.ranks.map((rank) => ({ ...rank, awaited: late && isAwaited(rank, job) }))
     .sort((a, b) => Number(b.awaited) - Number(a.awaited) || a.rank - b.rank);
   const rows = shown.map((rank) => {
     const sent = rank.chunks ? (100 * (rank.begun ? rank.chunks_complete : 0)) / rank.chunks : 0;
@@ -44,48 +44,55 @@ function ranks(job) {
       [rank.begun ? String(rank.micro_steps_ended) : "–"],
       missing ? element("span", { class: "quiet small" }, missing + (rank.missing_parameters.length > 3 ? " …" : "")) : "",
       rank.shared_memory ? "shared memory" : "stream",
-      element("span", { class: "mono quiet" }, rank.process || "–"),
+      element("span", { class: "mono quiet" }, rank.process_id || "–"),
     ], { class: rank.awaited ? "awaited" : null, "data-key": rank.rank });
   });
-  const hint = `${job.attached} of ${job.world_size} have a process` +
+  const hint = `${job.attached_ranks} of ${job.world_size} have a process` +
     (job.ranks.length < job.world_size ? `; ${job.ranks.length} are shown` : "");
   return card("ranks", "Ranks", hint,
     table(["Rank", "State", "Chunks sent", ["Micro-steps ended"], "Still to come", "Path", "Process"], rows));
 }
 
-const MEMORY = [["state", "weights and moments", "updating"], ["gradients", "gradients", "gathering"],
-  ["accumulators", "sums over micro-steps", "deciding"], ["second_versions", "second versions", "awaiting"],
-  ["previous_versions", "previous versions", "updating"],
-  ["shared", "shared with workers", "sending"], ["other", "buffers and tables", "other"]];
+const MEMORY = [["state_bytes", "weights and moments", "updating"], ["gradient_bytes", "gradients", "gathering"],
+  ["accumulator_bytes", "sums over micro-steps", "deciding"], ["speculation_bytes", "second versions", "awaiting"],
+  ["previous_bytes", "previous versions", "updating"],
+  ["shared_bytes", "shared with workers", "sending"], ["other", "buffers and tables", "other"]];
 
 function memory(job) {
-  const kinds = MEMORY.filter(([kind]) => job.memory[kind] > 0);
-  return card("memory", "Memory", bytes(job.memory_bytes), ...[
+  const all = job.memory.total_bytes + job.memory.shared_bytes;
+  const of = { ...job.memory };
+  of.other = all - MEMORY.reduce((sum, [kind]) => sum + (of[kind] ?? 0), 0);
+  const kinds = MEMORY.filter(([kind]) => of[kind] > 0);
+  return card("memory", "Memory", bytes(all), ...[
     element("div", { class: "stack", "aria-hidden": "true" },
-      kinds.map(([kind, , name]) => element("i", { class: name, "width%": (100 * job.memory[kind]) / job.memory_bytes }))),
+      kinds.map(([kind, , name]) => element("i", { class: name, "width%": (100 * of[kind]) / all }))),
     element("ul", { class: "legend" }, kinds.map(([kind, words, name]) =>
-      element("li", null, element("i", { class: name }), `${words} ${bytes(job.memory[kind])}`))),
+      element("li", null, element("i", { class: name }), `${words} ${bytes(of[kind])}`))),
     speculation(job),
   ]);
 }
 
-function speculation({ speculation: counts }) {
-  if (!counts.asked) return null;
-  const kept = counts.speculated ? `${((100 * counts.published) / counts.speculated).toFixed(1)} % of ${count(counts.speculated)} kept` : "none yet";
-  return element("p", { class: "quiet small" }, counts.refused
-    ? `Does not update before decisions: ${counts.refused}`
-    : `Updates before decisions: ${kept}, ${count(counts.redone)} done again, ${count(counts.paused)} chunks paused.`);
+function speculation({ update_mode: mode, speculation: counts }) {
+  if (mode !== "SPECULATE") return null;
+  const [all, published] = [counts.speculated_chunks, counts.published_chunks];
+  const kept = all ? `${((100 * published) / all).toFixed(1)} % of ${count(all)} kept` : "none yet";
+  return element("p", { class: "quiet small" }, counts.unavailable
+    ? `Does not update before decisions: ${counts.unavailable}`
+    : `Updates before decisions: ${kept}, ${count(counts.redone_chunks)} done again, ${count(counts.paused_chunks)} chunks paused.`);
 }
 
+const FIRST_DECADE = -12; // PlaneSummary in state.proto.
+
 function groups(job) {
-  const rows = job.groups.map((group) => row([
-    element("strong", null, group.name), [real(group.lr)], [`${real(group.beta1)}, ${real(group.beta2)}`], [real(group.eps)],
-    [`${real(group.weight_decay)}${group.decoupled_weight_decay ? "" : " (L2)"}`], [count(group.parameters)], [count(group.elements)],
-    `${group.wire_dtype} → ${group.return_dtype}`,
-    [["amsgrad", group.amsgrad], ["maximize", group.maximize], ["no bias correction", !group.bias_correction]]
+  const rows = job.groups.map(({ hyper_parameters: values, ...group }) => row([
+    element("strong", null, bare(group.name)), [real(values.lr)], [`${real(values.beta1)}, ${real(values.beta2)}`], [real(values.eps)],
+    [`${real(values.weight_decay)}${values.decoupled_weight_decay ? "" : " (L2)"}`], [count(group.parameter_count)], [count(group.trainable_elements)],
+    `${group.wire_dtype} → ${group.return_dtype}`.toLowerCase(),
+    [["amsgrad", values.amsgrad], ["maximize", values.maximize], ["no bias correction", !values.bias_correction]]
       .filter(([, on]) => on).map(([name]) => name).join(", ") || "–",
   ], { "data-key": group.name }));
-  return card("groups", "Groups", job.max_norm ? `clipped to a norm of ${real(job.max_norm)}` : "not clipped",
+  const limit = maxNorm(job);
+  return card("groups", "Groups", limit ? `clipped to a norm of ${real(limit)}` : "not clipped",
     table(["Group", ["Learning rate"], ["Betas"], ["Epsilon"], ["Weight decay"], ["Parameters"], ["Elements"], "Wire", "Options"], rows));
 }
 
@@ -94,11 +101,11 @@ function checkpoints(job) {
     element("p", null, `Saving step ${count(save.step)} to `, element("code", null, save.directory), ` since ${seconds(save.seconds)}: `,
       element("span", { class: "bar" }, element("i", { "width%": save.size_bytes ? (100 * save.written_bytes) / save.size_bytes : 0 })),
       `${bytes(save.written_bytes)} of ${bytes(save.size_bytes)}`)));
-  const found = job.checkpoint;
+  const found = job.found_checkpoint;
   const text = found
     ? element("p", null, `Step ${count(found.step)} is saved in `, element("code", null, found.directory),
-      found.of_this_job ? "." : ", by another job of this name.",
-      ` ${bytes(found.all_bytes)} in ${count(found.all)} ${found.all === 1 ? "checkpoint" : "checkpoints"} of this name.`)
+      found.uid === job.uid ? "." : ", by another job of this name.",
+      ` ${bytes(found.total_bytes)} in ${count(found.checkpoints)} ${found.checkpoints === 1 ? "checkpoint" : "checkpoints"} of this name.`)
     : element("p", { class: "quiet" }, "Nothing is known to be saved under this job's name.");
   return card("checkpoints", "Checkpoints", null, text, ...saves);
 }
@@ -121,11 +128,11 @@ class Parameters {
     try {
       const answer = await ask("/api/parameters", { job: this.job, match });
       if (match !== this.match.value) return;
-      this.list.replaceChildren(...answer.parameters.map((parameter) => element("li", null,
-        element("button", { type: "button", "aria-pressed": String(parameter.name === this.chosen), "data-name": parameter.name,
-          click: () => this.choose(parameter.name) },
-          element("span", null, parameter.name),
-          element("span", { class: "shape" }, parameter.trainable ? parameter.shape.join(" × ") || "scalar" : "frozen")))));
+      this.list.replaceChildren(...answer.parameters.map(({ name, shape, trainable }) => element("li", null,
+        element("button", { type: "button", "aria-pressed": String(bare(name) === this.chosen), "data-name": bare(name),
+          click: () => this.choose(bare(name)) },
+          element("span", null, bare(name)),
+          element("span", { class: "shape" }, trainable ? shape.join(" × ") || "scalar" : "frozen")))));
       this.hint.textContent = answer.parameters.length < answer.matches
         ? `${answer.parameters.length} of ${count(answer.matches)} are shown`
         : plural(answer.matches, "parameter", "parameters");
@@ -148,18 +155,20 @@ class Parameters {
   }
 
   show(parameter) {
-    const words = { master: "Weights", exp_avg: "First moment", exp_avg_sq: "Second moment", max_exp_avg_sq: "Largest second moment" };
+    const words = { MASTER: "Weights", EXP_AVG: "First moment", EXP_AVG_SQ: "Second moment", MAX_EXP_AVG_SQ: "Largest second moment" };
     const planes = parameter.planes.map((plane) => element("div", { class: "plane" },
       element("figure", null, element("figcaption", null, element("h3", null, words[plane.plane]),
-        element("output", null, "magnitude by decade")), histogram(plane.counts, plane.first_decade, this.panel)),
+        element("output", null, "magnitude by decade")), histogram(plane.magnitude_histogram, FIRST_DECADE, this.panel)),
       element("dl", { class: "line" }, [["norm", real(plane.norm)], ["mean", real(plane.mean)], ["min", real(plane.min)],
         ["max", real(plane.max)], ["zeros", count(plane.zeros)], ["not finite", count(plane.non_finite)]]
         .map(([label, value]) => element("div", null, element("dt", null, label), element("dd", null, value))))));
+    const name = bare(parameter.name);
+    const elements = parameter.shape.reduce((product, size) => product * size, 1);
     this.panel.replaceChildren(
-      element("h3", null, parameter.name),
-      element("p", { class: "quiet small" }, `${count(parameter.elements)} elements in group ${parameter.group}, at step ${count(parameter.step)}, ` +
+      element("h3", null, name),
+      element("p", { class: "quiet small" }, `${count(elements)} elements in group ${bare(parameter.group)}, at step ${count(parameter.step)}, ` +
         `${plural(parameter.update_count, "update", "updates")}`,
-        " ", element("button", { type: "button", click: () => this.choose(parameter.name) }, "Read again")),
+        " ", element("button", { type: "button", click: () => this.choose(name) }, "Read again")),
       ...(planes.length ? planes : [element("p", { class: "quiet" }, "It is frozen: the service has no state for it.")]));
   }
 }
@@ -206,7 +215,7 @@ export class JobView {
     const [word, kind] = stateOf(job);
     const why = trouble(job);
     return element("div", null,
-      element("div", { class: "head" }, element("h1", null, job.name), element("span", { class: `pill ${kind}` }, word)),
+      element("div", { class: "head" }, element("h1", null, this.name), element("span", { class: `pill ${kind}` }, word)),
       element("nav", { class: "sections", "aria-label": "On this page" },
         [["ranks", "Ranks"], ["charts", "Steps"], ["memory", "Memory"], ["checkpoints", "Checkpoints"], ["groups", "Groups"],
           ["parameters", "Parameters"], ["timeline", "Timeline"]].map(([id, text]) => element("a", { href: `#${id}` }, text))),
@@ -215,12 +224,12 @@ export class JobView {
       element("dl", { class: `facts of${8 + this.steps.facts.length}` },
         fact("Step", count(job.committed_step)),
         fact("Pace", perSecond(rate(job.uid, job.committed_step))),
-        fact("Last step", seconds(job.last_step_seconds)),
+        fact("Last step", seconds(lastSeconds(job))),
         fact("Skipped", [count(job.skipped_steps), element("small", null, ` of ${count(job.applied_steps + job.skipped_steps)}`)]),
         fact("Clipped", [count(job.clipped_steps), element("small", null, ` of ${count(job.applied_steps)}`)]),
-        fact("Parameters", [count(job.parameters), element("small", null, ` in ${count(job.chunks)} chunks`)]),
-        fact("Gradients in", perSecondBytes(rate(`${job.uid} in`, job.traffic.gradients + job.traffic.gradients_shared))),
-        fact("Weights out", perSecondBytes(rate(`${job.uid} out`, job.traffic.weights + job.traffic.weights_shared))),
+        fact("Parameters", [count(job.parameter_count), element("small", null, ` in ${count(job.chunk_count)} chunks`)]),
+        fact("Gradients in", perSecondBytes(rate(`${job.uid} in`, job.gradient_bytes))),
+        fact("Weights out", perSecondBytes(rate(`${job.uid} out`, job.weight_bytes))),
         this.steps.facts.map(([label, value]) => fact(label, value))));
   }
 }

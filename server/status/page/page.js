@@ -3,7 +3,7 @@
 import { JobView } from "./job.js";
 import { spark } from "./charts.js";
 import { ask, fact, hasToken, keepToken, meter, perSecond, rate, stateOf, trouble, work } from "./service.js";
-import { bytes, count, element, morph, seconds } from "./text.js";
+import { bare, bytes, count, element, finite, morph, seconds } from "./text.js";
 
 const EVERY_MS = 1000;
 
@@ -17,20 +17,20 @@ class ServiceView {
     main.replaceChildren(this.body);
   }
 
-  update(service) {
-    const { memory, updates, jobs } = service;
-    const busy = rate("busy", updates.busy_seconds);
+  update(service, { memory_used_bytes: used, memory_limit_bytes: limit, jobs, activities }) {
+    const busy = rate("busy", service.update_busy_seconds);
+    const threads = service.update_threads;
     morph(this.body, element("div", null,
       element("h1", null, "Jobs"),
       element("dl", { class: "facts" },
         fact("Service", service.ready ? "ready" : "stopping"),
         fact("Jobs", count(jobs.length)),
-        fact("Memory", [bytes(memory.used), element("small", null, ` of ${bytes(memory.limit)}`)], meter(memory.used, memory.limit)),
-        fact("Update threads busy", [busy === null ? "…" : `${((100 * busy) / updates.threads).toFixed(0)} %`,
-          element("small", null, ` of ${updates.threads}`)], meter(busy ?? 0, updates.threads)),
-        fact("Running for", seconds(Date.now() / 1000 - service.started)),
-        service.deaths ? fact("Deaths", count(service.deaths)) : null),
-      work(service.activities, (activity) => activity.job),
+        fact("Memory", [bytes(used), element("small", null, ` of ${bytes(limit)}`)], meter(used, limit)),
+        fact("Update threads busy", [busy === null ? "…" : `${((100 * busy) / threads).toFixed(0)} %`,
+          element("small", null, ` of ${threads}`)], meter(busy ?? 0, threads)),
+        fact("Running for", seconds(Date.now() / 1000 - service.start_time_seconds)),
+        service.child_deaths ? fact("Deaths", count(service.child_deaths)) : null),
+      work(activities, (activity) => bare(activity.job)),
       jobs.length === 0
         ? element("p", { class: "card quiet" }, "No job yet. A worker creates one when it starts.")
         : element("ul", { class: "jobs" }, jobs.map((job) => this.row(job)))));
@@ -40,14 +40,15 @@ class ServiceView {
     const [word, kind] = stateOf(job);
     const why = trouble(job);
     const cell = (label, value, name = "cell") => element("span", { class: name }, element("small", null, label), value);
-    return element("li", { "data-key": job.name }, element("a", { href: `/?${new URLSearchParams({ job: job.name })}` },
-      element("span", { class: "name" }, job.name),
+    const name = bare(job.name);
+    return element("li", { "data-key": name }, element("a", { href: `/?${new URLSearchParams({ job: name })}` },
+      element("span", { class: "name" }, name),
       element("span", { class: "state" }, element("span", { class: `pill ${kind}` }, word)),
-      cell("ranks", `${job.attached} of ${job.world_size}`),
+      cell("ranks", `${job.attached_ranks} of ${job.world_size}`),
       cell("step", count(job.committed_step)),
       cell("pace", perSecond(rate(job.uid, job.committed_step))),
-      cell("gradient norm", spark(job.norms)),
-      cell("memory", bytes(job.memory_bytes)),
+      cell("gradient norm", spark(job.recent_steps.map(({ norm }) => finite(norm)))),
+      cell("memory", bytes(job.memory.total_bytes + job.memory.shared_bytes)),
       why ? element("span", { class: `why ${why[1]}` }, why[0]) : null));
   }
 }
@@ -60,7 +61,7 @@ function showPulse(ok, text) {
 
 function showFoot(service) {
   const facts = [`Ballast ${service.version}`, service.addresses.join(", "), `kernel ${service.kernel}`,
-    `process ${service.process}`, `resident ${bytes(service.resident_bytes)}`, `instance ${service.instance.slice(0, 8)}`];
+    `process ${service.process_id}`, `resident ${bytes(service.resident_bytes)}`, `instance ${service.instance_id.slice(0, 8)}`];
   morph(document.getElementById("foot"), element("footer", { id: "foot" },
     element("ul", null, facts.map((text) => element("li", null, text)),
       hasToken() ? null : element("li", null, element("a", { href: "/metrics" }, "Metrics")))));
@@ -95,7 +96,7 @@ async function look() {
     if (jobName === null || turns++ % 10 === 0) {
       const service = await ask("/api/service");
       showFoot(service);
-      if (jobName === null) view.update(service);
+      if (jobName === null) view.update(service, await ask("/api/jobs"));
     }
     if (jobName !== null) await view.update(await ask("/api/job", { job: jobName }));
     showPulse(true, "live");

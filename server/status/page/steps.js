@@ -11,6 +11,9 @@ const RANK_PARTS = [["other", "compute", "computing"], ["awaiting", "reduce", "w
 // What a trainer gives first is looked at first.
 const order = (column) => ["loss", "tokens_per_second"].indexOf(column.name) + 1 || 9;
 
+// That the last step's gradient was clipped to; 0: it was not.
+export const maxNorm = (job) => job.recent_steps.at(-1)?.voted?.max_norm ?? 0;
+
 export class Steps {
   constructor(job) {
     this.window = new Window(job);
@@ -51,7 +54,7 @@ export class Steps {
 
   async update(job) {
     this.committed = job.committed_step;
-    this.limit = job.max_norm || null;
+    this.limit = maxNorm(job) || null;
     await this.window.load(this.committed);
     this.draw();
   }

@@ -29,9 +29,13 @@ export function unitOf(value) {
   return 1024 ** Math.max(0, Math.floor(Math.log2(value / 1000) / 10 + 1));
 }
 
-// null: what JSON makes of an infinity or NaN.
+// null: not finite. JSON has an infinity and NaN as texts.
+export function finite(value) {
+  return typeof value === "number" ? value : null;
+}
+
 export function real(value) {
-  if (value === null || value === undefined) return "not finite";
+  if (finite(value) === null) return "not finite";
   if (value === 0) return "0";
   const size = Math.abs(value);
   return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
@@ -42,15 +46,20 @@ export function plural(number, one, many) {
 }
 
 export const phases = {
-  awaiting_weights: ["awaits weights", "wait"],
-  ready: ["between steps", ""],
-  open: ["gathering", "work"],
-  sealed: ["deciding", "work"],
-  voting: ["voting", "work"],
-  updating: ["updating", "work"],
-  broken: ["broken", "bad"],
-  closed: ["closed", "bad"],
+  AWAITING_WEIGHTS: ["awaits weights", "wait"],
+  READY: ["between steps", ""],
+  OPEN: ["gathering", "work"],
+  SEALED: ["deciding", "work"],
+  VOTING: ["voting", "work"],
+  UPDATING: ["updating", "work"],
+  BROKEN: ["broken", "bad"],
+  CLOSED: ["closed", "bad"],
 };
+
+// "jobs/gpt/parameters/wte.weight" is wte.weight.
+export function bare(name) {
+  return name.replace(/^jobs\/([^/]*\/(groups|parameters)\/)?/, "");
+}
 
 export function card(id, title, hint, ...children) {
   return element("section", { class: "card", id, "aria-label": title },

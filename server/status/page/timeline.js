@@ -3,8 +3,8 @@ import { widthOf } from "./charts.js";
 import { ask } from "./service.js";
 import { card, count, element, plural, seconds, ticks } from "./text.js";
 
-const KINDS = { arrived: "gathering", summed: "deciding", speculated: "awaiting", decided: "deciding", updated: "updating", sent: "sending" };
-const WORDS = { arrived: "arriving", summed: "summing squares", speculated: "updating before the decision", decided: "deciding", updated: "updating", sent: "sending weights" };
+const KINDS = { ARRIVED: "gathering", SUMMED: "deciding", SPECULATED: "awaiting", DECIDED: "deciding", UPDATED: "updating", SENT: "sending" };
+const WORDS = { ARRIVED: "arriving", SUMMED: "summing squares", SPECULATED: "updating before the decision", DECIDED: "deciding", UPDATED: "updating", SENT: "sending weights" };
 const TOP = 8;
 const ROW = 18;
 const LEFT = 66;
@@ -43,9 +43,9 @@ function draw(events, width, [from, to]) {
     marks.push(rect);
   }
   for (const [kind, , chunk, , end] of seen) {
-    if (chunk >= 0 || kind === "begun" || end > to) continue;
+    if (chunk >= 0 || kind === "BEGUN" || end > to) continue;
     marks.push(element("line", { class: "cursor", x1: x(end), x2: x(end), y1: TOP, y2: height - 20 },
-      element("title", null, `${kind} at ${seconds(end / 1e6)}`)));
+      element("title", null, `${kind.toLowerCase()} at ${seconds(end / 1e6)}`)));
   }
   ticks(from, to, width / 90).forEach((time) =>
     marks.push(element("text", { x: x(time), y: height - 5, "text-anchor": "middle" }, time ? seconds(time / 1e6) : "0")));
@@ -88,14 +88,16 @@ export class Timeline {
     try {
       const answer = await ask("/api/timeline", { job: this.job, patience: 60 }, 70000);
       if (answer.unavailable) throw new Error(answer.unavailable);
-      this.events = answer.events;
-      this.end = Math.max(...answer.events.map((event) => event[4]), 1);
+      const origin = answer.events[0].begin_ns;
+      const micro = (ns) => Math.trunc((ns - origin) / 1000);
+      this.events = answer.events.map((event) => [event.kind, event.thread, event.chunk, micro(event.begin_ns), micro(event.end_ns)]);
+      this.end = Math.max(...this.events.map((event) => event[4]), 1);
       this.figure.replaceChildren(this.svg);
       this.zooms.hidden = false;
       this.look(0, this.end);
-      this.legend.replaceChildren(...busy(answer.events).map(([name, text]) => element("li", null, element("i", { class: name }), text)));
-      this.text.textContent = `Step ${count(answer.step)}, ${plural(answer.events.length, "event", "events")}` +
-        (answer.dropped ? `; ${count(answer.dropped)} more are left out, ballast trace has them` : "");
+      this.legend.replaceChildren(...busy(this.events).map(([name, text]) => element("li", null, element("i", { class: name }), text)));
+      this.text.textContent = `Step ${count(answer.events[0].step)}, ${plural(this.events.length, "event", "events")}` +
+        (answer.dropped_events ? `; ${count(answer.dropped_events)} more are left out, ballast trace has them` : "");
     } catch (error) {
       this.text.textContent = error.message;
     }

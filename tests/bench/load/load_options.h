@@ -38,10 +38,8 @@ struct LoadOptions {
   std::string json_path;
 };
 
-extern const char kLoadUsage[];
-
-// INVALID_ARGUMENT, in one line, for an unknown flag, a missing or a bad value. Both --flag value
-// and --flag=value are understood.
+// INVALID_ARGUMENT, in one line, for an unknown flag, a missing or a bad value. --help prints and
+// ends the process.
 absl::StatusOr<LoadOptions> ParseLoadOptions(absl::Span<char* const> arguments);
 
 }  // namespace ballast::bench

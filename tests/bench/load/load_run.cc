@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
 #include "proto/status.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/jobs.pb.h"
 #include "tests/bench/load/load_options.h"
 #include "tests/bench/load/load_rank.h"
 #include "tests/bench/load/process_usage.h"

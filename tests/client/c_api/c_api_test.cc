@@ -8,9 +8,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -20,11 +18,14 @@
 #include "absl/strings/str_cat.h"
 #include "client/ballast.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "tests/client/c_api/c_refused.h"
+#include "tests/support/plain_adamw.h"
 #include "tests/support/service_for_tests.h"
 
 namespace ballast::client {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 
 TEST(CHyperParameters, HaveTorchsDefaults) {
@@ -157,6 +158,15 @@ class CRank {
     ASSERT_EQ(ballast_receive_weights(session_), BALLAST_OK) << ballast_message();
   }
 
+  int32_t ReadState(size_t parameter, int32_t plane, std::vector<float>& out, uint64_t* step,
+                    int64_t* updates) {
+    const std::string name =
+        absl::StrCat("jobs/", job_name_, "/parameters/",
+                     parameter < parameters_.size() ? parameters_[parameter].name : "none");
+    return ballast_read_state(&options_, name.c_str(), plane, out.data(),
+                              static_cast<int64_t>(out.size()), step, updates);
+  }
+
   ballast_decision decision = {.size = sizeof(ballast_decision)};
 
  private:
@@ -185,24 +195,17 @@ class CRank {
   ballast_session* session_ = nullptr;
 };
 
-// AdamW in double, from its definition.
 std::vector<double> Expected(int parameter, uint64_t steps) {
   const bool decay = kGroups[parameter] == 0;
-  const double lr = decay ? 0.01 : 0.02, b1 = decay ? 0.9 : 0.8, b2 = decay ? 0.95 : 0.99;
-  const double eps = decay ? 1e-8 : 1e-7, weight_decay = decay ? 0.1 : 0;
+  const HyperParameters values =
+      decay ? HyperParameters{.lr = 0.01, .beta2 = 0.95, .weight_decay = 0.1}
+            : HyperParameters{
+                  .lr = 0.02, .beta1 = 0.8, .beta2 = 0.99, .eps = 1e-7, .weight_decay = 0};
   std::vector<double> weights;
   for (int64_t i = 0; i < Elements(parameter); ++i) {
-    double w = FirstWeight(parameter, i), m = 0, v = 0;
-    for (uint64_t step = 1; step <= steps; ++step) {
-      const double g = Gradient(step, parameter, i);
-      w -= lr * weight_decay * w;
-      m = b1 * m + (1 - b1) * g;
-      v = b2 * v + (1 - b2) * g * g;
-      const double unbiased_m = m / (1 - std::pow(b1, step));
-      const double unbiased_v = v / (1 - std::pow(b2, step));
-      w -= lr * unbiased_m / (std::sqrt(unbiased_v) + eps);
-    }
-    weights.push_back(w);
+    PlainAdamW element{.weight = FirstWeight(parameter, i), .values = values};
+    for (uint64_t step = 1; step <= steps; ++step) element.Update(Gradient(step, parameter, i));
+    weights.push_back(element.weight);
   }
   return weights;
 }
@@ -239,18 +242,6 @@ TEST_F(CApi, TrainsAsAdamWIsDefined) {
       ExpectTrained(rank, 5, compared);
       EXPECT_EQ(compared, 600 + 7 + 300);
     }
-  }
-}
-
-TEST_F(CApi, MicroStepsAddUpAlsoWhereTheirGradientsShareOnePlace) {
-  for (const bool shares : {true, false}) {
-    CRank rank(absl::StrCat("micro", shares), service());
-    rank.options().never_share_memory = !shares;
-    rank.OpenWithWeights();
-    for (uint64_t step = 1; step <= 3; ++step) rank.Step(step, 4);
-    int64_t compared = 0;
-    ExpectTrained(rank, 3, compared);
-    EXPECT_EQ(compared, 600 + 7 + 300);
   }
 }
 
@@ -300,9 +291,8 @@ TEST_F(CApi, AShortWaitForOtherRanksIsTakenUpAgain) {
   first.OpenWithWeights();
   EXPECT_EQ(first.Begin(), BALLAST_OK) << ballast_message();
   until_done([&] { return first.PushAll(1); });
-  EXPECT_EQ(ballast_seal_and_vote(first.session(), 1, nullptr, &first.decision),
-            BALLAST_DEADLINE_EXCEEDED);
-  EXPECT_THAT(ballast_message(), HasSubstr("late"));
+  EXPECT_TRUE(Refused(ballast_seal_and_vote(first.session(), 1, nullptr, &first.decision),
+                      BALLAST_DEADLINE_EXCEEDED));
   second_may_seal = true;
   until_done([&] { return ballast_seal_and_vote(first.session(), 1, nullptr, &first.decision); });
   until_done([&] { return ballast_receive_weights(first.session()); });
@@ -333,11 +323,10 @@ TEST_F(CApi, ADiscardedAttemptIsAsIfItHadNotBeen) {
     ASSERT_EQ(rank.PushAll(4), BALLAST_OK);
     ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
         << ballast_message();
-    EXPECT_EQ(ballast_discard(rank.session()), BALLAST_FAILED_PRECONDITION);
-    EXPECT_THAT(ballast_message(), HasSubstr("step 4 is decided"));
+    EXPECT_TRUE(Refused(ballast_discard(rank.session()), BALLAST_FAILED_PRECONDITION));
     ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
   }
-  EXPECT_EQ(ballast_discard(nullptr), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_discard(nullptr), BALLAST_INVALID_ARGUMENT));
 }
 
 TEST_F(CApi, AnUndoneStepIsAsIfItHadNotBeen) {
@@ -351,14 +340,15 @@ TEST_F(CApi, AnUndoneStepIsAsIfItHadNotBeen) {
     {
       CRank rank(job, service());
       open(rank, shares);
-      EXPECT_EQ(ballast_undo(rank.session(), nullptr), BALLAST_FAILED_PRECONDITION);
-      EXPECT_THAT(ballast_message(), HasSubstr("nothing to undo"));
+      EXPECT_TRUE(Refused(ballast_undo(rank.session(), nullptr), BALLAST_FAILED_PRECONDITION));
       rank.Step(1);
       rank.Step(77);
       uint64_t undone = 0;
       ASSERT_EQ(ballast_undo(rank.session(), &undone), BALLAST_OK) << ballast_message();
       EXPECT_EQ(undone, 2u);
+      // Who says so first is told by the message.
       EXPECT_EQ(ballast_read_weights(rank.session()), BALLAST_ABORTED);
+      EXPECT_STREQ(ballast_reason(), "OLDER_GENERATION");
     }
     CRank rank(job, service());
     open(rank, shares);
@@ -368,27 +358,11 @@ TEST_F(CApi, AnUndoneStepIsAsIfItHadNotBeen) {
     ExpectTrained(rank, 2, compared);
     EXPECT_EQ(compared, 600 + 7 + 300);
   }
-  EXPECT_EQ(ballast_undo(nullptr, nullptr), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_undo(nullptr, nullptr), BALLAST_INVALID_ARGUMENT));
   CRank other("undoes", service());
-  EXPECT_EQ(other.Open(), BALLAST_FAILED_PRECONDITION);
-  EXPECT_THAT(ballast_message(), HasSubstr("keep_previous is"));
+  EXPECT_TRUE(Refused(other.Open(), BALLAST_FAILED_PRECONDITION, "OTHER_DESCRIPTION"));
   other.job().keep_previous = 2;
-  EXPECT_EQ(other.Open(), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("keep_previous is 2"));
-}
-
-TEST_F(CApi, ASkippedStepSaysWhy) {
-  CRank rank("skipped", service());
-  rank.OpenWithWeights();
-  const std::vector<std::vector<float>> before = rank.weights();
-  ASSERT_EQ(rank.Begin(), BALLAST_OK);
-  ASSERT_EQ(rank.PushAll(1, 0, std::numeric_limits<float>::infinity()), BALLAST_OK);
-  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
-      << ballast_message();
-  EXPECT_FALSE(rank.decision.applied);
-  EXPECT_THAT(ballast_message(), HasSubstr("p0"));
-  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
-  EXPECT_EQ(std::memcmp(rank.weights()[0].data(), before[0].data(), 600 * sizeof(float)), 0);
+  EXPECT_TRUE(Refused(other.Open(), BALLAST_INVALID_ARGUMENT));
 }
 
 TEST_F(CApi, WhatIsReportedIsInTheHistory) {
@@ -398,12 +372,15 @@ TEST_F(CApi, WhatIsReportedIsInTheHistory) {
   ASSERT_EQ(rank.PushAll(1, 0, 1), BALLAST_OK);
   ASSERT_EQ(ballast_report_number(rank.session(), "loss", 2.5), BALLAST_OK);
   ASSERT_EQ(ballast_report_seconds(rank.session(), 4, 3, 2, 1), BALLAST_OK);
-  EXPECT_EQ(ballast_report_number(rank.session(), "a loss", 2.5), BALLAST_INVALID_ARGUMENT);
-  EXPECT_EQ(ballast_report_number(rank.session(), nullptr, 2.5), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(
+      Refused(ballast_report_number(rank.session(), "a loss", 2.5), BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(
+      Refused(ballast_report_number(rank.session(), nullptr, 2.5), BALLAST_INVALID_ARGUMENT));
   for (int i = 1; i < 16; ++i) {
     EXPECT_EQ(ballast_report_number(rank.session(), std::to_string(i).c_str(), i), BALLAST_OK);
   }
-  EXPECT_EQ(ballast_report_number(rank.session(), "one too many", 1), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(
+      Refused(ballast_report_number(rank.session(), "one too many", 1), BALLAST_INVALID_ARGUMENT));
   ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
       << ballast_message();
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
@@ -415,87 +392,18 @@ TEST_F(CApi, WhatIsReportedIsInTheHistory) {
   EXPECT_EQ(latest.seconds.wait, 1);
 }
 
-TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
-  CRank strict("strict", service());
-  strict.OpenWithWeights();
-  ASSERT_EQ(strict.Begin(), BALLAST_OK);
-  ASSERT_EQ(strict.PushAll(1, 0, 1, /*unused=*/3), BALLAST_OK);
-  EXPECT_EQ(ballast_seal_and_vote(strict.session(), 1, nullptr, &strict.decision),
-            BALLAST_FAILED_PRECONDITION);
-  EXPECT_THAT(ballast_message(), HasSubstr("p3"));
-
-  CRank torch("torch", service());
-  torch.job().unused_policy = BALLAST_UNUSED_SKIP;
-  torch.OpenWithWeights();
-  ASSERT_EQ(torch.Begin(), BALLAST_OK);
-  ASSERT_EQ(torch.PushAll(1, 0, 1, /*unused=*/3), BALLAST_OK) << ballast_message();
-  ASSERT_EQ(ballast_seal_and_vote(torch.session(), 1, nullptr, &torch.decision), BALLAST_OK)
-      << ballast_message();
-  ASSERT_EQ(ballast_receive_weights(torch.session()), BALLAST_OK);
-  EXPECT_EQ(torch.weights()[3][0], FirstWeight(3, 0));
-  EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
-}
-
 // All elements of a plane are `value`, if that is given, at this step and after so many updates.
 void ExpectState(CRank& rank, uint64_t at_step, size_t parameter, int32_t plane,
                  std::optional<float> value, int64_t updates) {
   std::vector<float> read(Elements(static_cast<int>(parameter)));
   uint64_t step = 0;
   int64_t count = -1;
-  ASSERT_EQ(ballast_read_state(rank.session(), parameter, plane, read.data(),
-                               static_cast<int64_t>(read.size()), &step, &count),
-            BALLAST_OK)
-      << ballast_message();
+  ASSERT_EQ(rank.ReadState(parameter, plane, read, &step, &count), BALLAST_OK) << ballast_message();
   if (value.has_value()) {
     EXPECT_EQ(read, std::vector<float>(read.size(), *value)) << parameter << " plane " << plane;
   }
   EXPECT_EQ(step, at_step);
   EXPECT_EQ(count, updates);
-}
-
-TEST_F(CApi, AJobGoesOnFromTheStateOfAnotherOptimizer) {
-  CRank rank("goes-on", service());
-  const_cast<ballast_group*>(rank.job().groups)[1].hyper_parameters.amsgrad = 1;
-  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
-  std::vector<std::vector<float>> planes;
-  for (const float value : {0.5f, 0.25f, 0.125f, 2.0f}) planes.emplace_back(600, value);
-  std::vector<const float*> of[4];
-  for (size_t plane = 0; plane < 4; ++plane) {
-    for (int p = 0; p < kParameters; ++p) {
-      of[plane].push_back(p == kFrozen ? nullptr : planes[plane].data());
-    }
-  }
-  of[1][1] = of[2][1] = nullptr;  // Has had no update.
-  const int64_t counts[kParameters] = {9, 0, 0, 8};
-  ballast_first_state state = {.size = sizeof(state),
-                               .step = 9,
-                               .update_counts = counts,
-                               .weights = of[0].data(),
-                               .exp_avg = of[1].data(),
-                               .exp_avg_sq = of[2].data(),
-                               .max_exp_avg_sq = nullptr};
-  EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("max_exp_avg_sq is null"));
-  state.max_exp_avg_sq = of[3].data();
-  EXPECT_EQ(ballast_upload_state(rank.session(), &state, 3), BALLAST_INVALID_ARGUMENT);
-  state.step = 8;
-  EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("has 9 updates of p0; it may have 0 to 8"));
-  state.step = 9;
-  ASSERT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_OK)
-      << ballast_message();
-  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
-  EXPECT_EQ(rank.Info().committed_step, 9u);
-  EXPECT_EQ(rank.weights()[3], std::vector<float>(300, 0.5f));
-  ExpectState(rank, 9, 0, BALLAST_MASTER, 0.5f, 9);
-  ExpectState(rank, 9, 0, BALLAST_EXP_AVG, 0.25f, 9);
-  ExpectState(rank, 9, 0, BALLAST_EXP_AVG_SQ, 0.125f, 9);
-  ExpectState(rank, 9, 1, BALLAST_EXP_AVG, 0, 0);
-  ExpectState(rank, 9, 1, BALLAST_EXP_AVG_SQ, 0, 0);
-  ExpectState(rank, 9, 3, BALLAST_EXP_AVG_SQ, 0.125f, 8);
-  ExpectState(rank, 9, 3, BALLAST_MAX_EXP_AVG_SQ, 2.0f, 8);
-  EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_FAILED_PRECONDITION);
-  rank.Step(10);
 }
 
 // What a caller of ballast_upload_by has, and where it gives up.
@@ -522,12 +430,11 @@ int32_t Write(void* context, size_t parameter, int32_t plane, int64_t offset, in
 TEST_F(CApi, UploadsWhatAFunctionWrites) {
   CRank rank("by-function", service());
   ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
-  EXPECT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, nullptr, nullptr),
-            BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("values is null"));
+  EXPECT_TRUE(Refused(ballast_upload_by(rank.session(), 0, nullptr, 0, nullptr, nullptr),
+                      BALLAST_INVALID_ARGUMENT));
   Written ended = {.ends_at = 2};
-  EXPECT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, Write, &ended), BALLAST_CANCELLED);
-  EXPECT_THAT(ballast_message(), HasSubstr("returned 7"));
+  EXPECT_TRUE(
+      Refused(ballast_upload_by(rank.session(), 0, nullptr, 0, Write, &ended), BALLAST_CANCELLED));
   EXPECT_EQ(ended.calls, 3);
   Written written;
   ASSERT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, Write, &written), BALLAST_OK)
@@ -542,26 +449,24 @@ TEST_F(CApi, UploadsWhatAFunctionWrites) {
 
 TEST_F(CApi, UploadsMomentsThatAFunctionWrites) {
   CRank rank("moments-by-function", service());
+  const_cast<ballast_group*>(rank.job().groups)[1].hyper_parameters.amsgrad = 1;
   ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
   Written written;
   const int64_t counts[kParameters] = {9, 0, 0, 8};
-  EXPECT_EQ(ballast_upload_by(rank.session(), 9, nullptr, kParameters, Write, &written),
-            BALLAST_INVALID_ARGUMENT);
-  EXPECT_EQ(ballast_upload_by(rank.session(), 9, counts, 3, Write, &written),
-            BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_upload_by(rank.session(), 9, nullptr, kParameters, Write, &written),
+                      BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(Refused(ballast_upload_by(rank.session(), 9, counts, 3, Write, &written),
+                      BALLAST_INVALID_ARGUMENT));
   ASSERT_EQ(ballast_upload_by(rank.session(), 9, counts, kParameters, Write, &written), BALLAST_OK)
       << ballast_message();
   ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
   EXPECT_EQ(rank.Info().committed_step, 9u);
-  std::vector<float> read(Elements(3));
-  uint64_t step = 0;
-  int64_t updates = 0;
-  ASSERT_EQ(ballast_read_state(rank.session(), 3, BALLAST_EXP_AVG_SQ, read.data(),
-                               static_cast<int64_t>(read.size()), &step, &updates),
-            BALLAST_OK)
-      << ballast_message();
-  EXPECT_EQ(read, std::vector<float>(300, 0.75f));
-  EXPECT_EQ(updates, 8);
+  ExpectState(rank, 9, 0, BALLAST_EXP_AVG, 0.5f, 9);
+  ExpectState(rank, 9, 3, BALLAST_EXP_AVG_SQ, 0.75f, 8);
+  ExpectState(rank, 9, 3, BALLAST_MAX_EXP_AVG_SQ, 1.0f, 8);
+  EXPECT_TRUE(Refused(ballast_upload_by(rank.session(), 9, counts, kParameters, Write, &written),
+                      BALLAST_FAILED_PRECONDITION, "HAS_WEIGHTS"));
+  rank.Step(10);
 }
 
 TEST_F(CApi, WritesStateBetweenSteps) {
@@ -581,10 +486,10 @@ TEST_F(CApi, WritesStateBetweenSteps) {
                                .plane_count = 2,
                                .update_counts = counts};
   written = {.ends_at = 1};
-  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_CANCELLED);
-  EXPECT_THAT(ballast_message(), HasSubstr("returned 7"));
-  EXPECT_EQ(ballast_write_state(rank.session(), &write, nullptr, nullptr),
-            BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(
+      Refused(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_CANCELLED));
+  EXPECT_TRUE(Refused(ballast_write_state(rank.session(), &write, nullptr, nullptr),
+                      BALLAST_INVALID_ARGUMENT));
   written = {};
   ASSERT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_OK)
       << ballast_message();
@@ -595,21 +500,23 @@ TEST_F(CApi, WritesStateBetweenSteps) {
   const size_t frozen[] = {kFrozen};
   write.parameters = frozen;
   write.count = 1;
-  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("frozen"));
+  EXPECT_TRUE(Refused(ballast_write_state(rank.session(), &write, Write, &written),
+                      BALLAST_INVALID_ARGUMENT));
   const size_t far[] = {size_t{1} << 40};
   write.parameters = far;
-  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_write_state(rank.session(), &write, Write, &written),
+                      BALLAST_INVALID_ARGUMENT));
   const int32_t none[] = {9};
   write.parameters = parameters;
   write.planes = none;
   write.plane_count = 1;
-  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_write_state(rank.session(), &write, Write, &written),
+                      BALLAST_INVALID_ARGUMENT));
   rank.Step(2);
   write.planes = planes;
   ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
-  EXPECT_EQ(ballast_write_state(rank.session(), &write, Write, &written),
-            BALLAST_FAILED_PRECONDITION);
+  EXPECT_TRUE(Refused(ballast_write_state(rank.session(), &write, Write, &written),
+                      BALLAST_FAILED_PRECONDITION));
 }
 
 // A job with a parameter less and one that is new goes on from the old one's state.
@@ -638,7 +545,7 @@ TEST_F(CApi, DerivesAJobFromAnother) {
   CRank late("derived", service());
   const_cast<ballast_parameter*>(late.job().parameters)[1].name = "newer";
   late.options().derive_from_uid = uid.c_str();
-  EXPECT_EQ(late.Open(), BALLAST_NOT_FOUND);
+  EXPECT_TRUE(Refused(late.Open(), BALLAST_NOT_FOUND, "OTHER_JOB"));
   EXPECT_EQ(late.session(), nullptr);
 }
 
@@ -661,39 +568,6 @@ TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {
   EXPECT_NE(rank.weights()[0][0], 1.0f);
 }
 
-TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
-  CRank rank("chunks", service());
-  rank.OpenWithWeights();
-  ASSERT_EQ(rank.Begin(), BALLAST_OK);
-  size_t count = 0;
-  ASSERT_EQ(ballast_chunks(rank.session(), 0, nullptr, 0, &count), BALLAST_OK);
-  std::vector<ballast_chunk> chunks(count);
-  ASSERT_EQ(ballast_chunks(rank.session(), 0, chunks.data(), count, &count), BALLAST_OK);
-  std::atomic<int> released = 0;
-  const auto release = [](void* context) { ++*static_cast<std::atomic<int>*>(context); };
-  for (const ballast_chunk& chunk : chunks) {
-    void* data = nullptr;
-    size_t bytes = 0;
-    ASSERT_EQ(ballast_gradient_memory(rank.session(), chunk.index, &data, &bytes), BALLAST_OK);
-    ASSERT_EQ(bytes, chunk.elements * sizeof(float));
-    std::memset(data, 0, bytes);
-    ASSERT_EQ(ballast_push(rank.session(), chunk.index, 0, 1, 1, data, release, &released),
-              BALLAST_OK)
-        << ballast_message();
-  }
-  // Of another rank, and pushed twice: an error, and released all the same.
-  EXPECT_EQ(ballast_push(rank.session(), 99, 0, 1, 1, nullptr, release, &released),
-            BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("ballast_chunks lists them"));
-  ASSERT_EQ(ballast_end_micro_step(rank.session(), 0, nullptr, 0), BALLAST_OK);
-  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
-      << ballast_message();
-  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
-  ballast_close(rank.session());  // Waits until all are released.
-  EXPECT_EQ(released, static_cast<int>(count) + 1);
-  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();  // ~CRank closes this one.
-}
-
 TEST_F(CApi, PlanesAreReadWhole) {
   CRank rank("planes", service());
   rank.job().unused_policy = BALLAST_UNUSED_SKIP;
@@ -708,8 +582,7 @@ TEST_F(CApi, PlanesAreReadWhole) {
   int64_t updates = 0;
   std::vector<float> plane(600);
   const auto read = [&](size_t parameter, int32_t which) {
-    return ballast_read_state(rank.session(), parameter, which, plane.data(),
-                              static_cast<int64_t>(plane.size()), &step, &updates);
+    return rank.ReadState(parameter, which, plane, &step, &updates);
   };
   ASSERT_EQ(read(0, BALLAST_MASTER), BALLAST_OK) << ballast_message();
   EXPECT_EQ(plane, rank.weights()[0]);
@@ -725,75 +598,39 @@ TEST_F(CApi, PlanesAreReadWhole) {
   EXPECT_EQ(updates, 1);
   EXPECT_NEAR(plane[3], 0.05 * std::pow(Gradient(1, 1, 3), 2), 1e-6);
 
-  EXPECT_EQ(read(0, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("room for 7 elements of parameter p0, which has 600"));
-  EXPECT_EQ(read(1, 5), BALLAST_INVALID_ARGUMENT);
-  EXPECT_EQ(read(9, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT);
-  EXPECT_EQ(read(1, BALLAST_MAX_EXP_AVG_SQ), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("does not use amsgrad"));
+  EXPECT_TRUE(Refused(read(0, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(Refused(read(1, 5), BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(Refused(read(9, BALLAST_MASTER), BALLAST_NOT_FOUND));
+  EXPECT_TRUE(Refused(read(1, BALLAST_MAX_EXP_AVG_SQ), BALLAST_INVALID_ARGUMENT));
 }
 
-TEST_F(CApi, PlanesAreSummarisedWhole) {
-  CRank rank("summaries", service());
+TEST_F(CApi, ACallBesideASessionTakesAndGivesJson) {
+  CRank rank("calls", service());
   rank.OpenWithWeights();
   rank.Step(1);
-  // As a program of a later header has it, whose structures are longer.
-  struct Longer {
-    ballast_summary summary;
-    double more = -7;
+  const char* answer = nullptr;
+  const auto call = [&](const char* method, const char* request) {
+    return ballast_call(&rank.options(), method, request, &answer);
   };
-  Longer planes[4];
-  planes[0].summary.size = sizeof(Longer);
-  size_t count = 0;
-  uint64_t step = 0;
-  int64_t updates = 0;
-  const auto summarise = [&](size_t parameter, size_t capacity) {
-    return ballast_summarise(rank.session(), parameter, &planes[0].summary, capacity, &count, &step,
-                             &updates);
-  };
-  ASSERT_EQ(summarise(0, 4), BALLAST_OK) << ballast_message();
-  ASSERT_EQ(count, 3u);  // No amsgrad.
-  EXPECT_EQ(step, 1u);
-  EXPECT_EQ(updates, 1);
-  uint64_t read_step = 0;
-  std::vector<float> values(600);
-  for (int which = BALLAST_MASTER; which <= BALLAST_EXP_AVG_SQ; ++which) {
-    ASSERT_EQ(
-        ballast_read_state(rank.session(), 0, which, values.data(), 600, &read_step, &updates),
-        BALLAST_OK);
-    double sum = 0, squares = 0;
-    int64_t zeros = 0;
-    for (const float value : values) {
-      sum += value;
-      squares += double{value} * value;
-      zeros += value == 0;
-    }
-    const ballast_summary& plane = planes[which - 1].summary;
-    EXPECT_EQ(plane.size, sizeof(Longer));
-    EXPECT_EQ(planes[which - 1].more, -7);
-    EXPECT_EQ(plane.plane, which);
-    EXPECT_NEAR(plane.norm, std::sqrt(squares), 1e-9);
-    EXPECT_NEAR(plane.mean, sum / 600, 1e-9);
-    EXPECT_EQ(plane.min, *std::min_element(values.begin(), values.end()));
-    EXPECT_EQ(plane.max, *std::max_element(values.begin(), values.end()));
-    EXPECT_EQ(plane.zeros, zeros);
-    EXPECT_EQ(plane.non_finite, 0);
-    EXPECT_EQ(std::accumulate(plane.magnitudes, std::end(plane.magnitudes), int64_t{0}),
-              600 - zeros);
-  }
-  ASSERT_EQ(summarise(kFrozen, 4), BALLAST_OK) << ballast_message();
-  EXPECT_EQ(count, 0u);
-  // The number alone.
-  ASSERT_EQ(ballast_summarise(rank.session(), 3, nullptr, 0, &count, &step, &updates), BALLAST_OK)
+  ASSERT_EQ(call("StateService/SummarizeState", R"({"name": "jobs/calls/parameters/p0"})"),
+            BALLAST_OK)
       << ballast_message();
-  EXPECT_EQ(count, 3u);
-  EXPECT_EQ(summarise(9, 4), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("parameter 9 of 4 does not exist"));
-  planes[0].summary.size = 0;
-  EXPECT_EQ(summarise(0, 4), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("set it to sizeof(ballast_summary)"));
-  EXPECT_EQ(ballast_summarise(rank.session(), 0, nullptr, 1, &count, &step, &updates),
-            BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(answer, AllOf(HasSubstr(R"("update_count": 1,)"), HasSubstr(R"("MASTER")")));
+  ASSERT_EQ(call("JobService/ListJobs", "{}"), BALLAST_OK) << ballast_message();
+  EXPECT_THAT(answer, HasSubstr(R"("name": "jobs/calls")"));
+  EXPECT_TRUE(Refused(call("JobService/GetJob", R"({"name": "jobs/clals"})"), BALLAST_NOT_FOUND,
+                      "NO_SUCH_JOB"));
+  EXPECT_TRUE(Refused(call("StateService/SaveJob", R"({"name": "jobs/calls"})"),
+                      BALLAST_FAILED_PRECONDITION, "NO_CHECKPOINT_DIR"));
+  EXPECT_TRUE(
+      Refused(call("JobService/GetJob", R"({"nmae": "jobs/calls"})"), BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(Refused(call("StateService/ReadState", "{}"), BALLAST_UNIMPLEMENTED));
+  EXPECT_TRUE(Refused(call("JobService/GetJob", nullptr), BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(
+      Refused(ballast_call(nullptr, "JobService/GetJob", "{}", &answer), BALLAST_INVALID_ARGUMENT));
+  rank.options().service = "unix:/no/such/socket";
+  rank.options().reconnect_timeout_seconds = 1e-3;
+  EXPECT_TRUE(Refused(call("JobService/ListJobs", "{}"), BALLAST_UNAVAILABLE));
 }
 
 TEST_F(CApi, WhatASealTellsNamesTheFirstUnusedParametersAndTheFirstElementThatIsNotFinite) {
@@ -857,42 +694,37 @@ TEST_F(CApi, TheTrainersStateComesBack) {
 TEST_F(CApi, RefusesWhatCannotBe) {
   EXPECT_EQ(ballast_api_version(), BALLAST_API_VERSION);
   ballast_session* session = nullptr;
-  EXPECT_EQ(ballast_open(nullptr, &session), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("ballast_options is null"));
-  const auto refused = [&](auto change, const char* message) {
+  EXPECT_TRUE(Refused(ballast_open(nullptr, &session), BALLAST_INVALID_ARGUMENT));
+  const auto refused = [&](auto change) {
     CRank rank("refused", service());
     change(rank);
-    EXPECT_EQ(rank.Open(), BALLAST_INVALID_ARGUMENT) << message;
-    EXPECT_THAT(ballast_message(), HasSubstr(message));
+    EXPECT_TRUE(Refused(rank.Open(), BALLAST_INVALID_ARGUMENT));
     EXPECT_EQ(rank.session(), nullptr);
   };
-  refused([](CRank& r) { r.options().size = 0; }, "set it to sizeof(ballast_options)");
-  refused([](CRank& r) { r.options().service = nullptr; }, "ballast_options.service is null");
-  refused([](CRank& r) { r.options().service = "nowhere"; }, "host:port");
-  refused([](CRank& r) { r.options().job = nullptr; }, "ballast_job is null");
-  refused([](CRank& r) { r.options().wait_seconds = -1; }, "wait_seconds is -1");
-  refused([](CRank& r) { r.options().join_timeout_seconds = NAN; }, "join_timeout_seconds is nan");
-  refused([](CRank& r) { r.job().name = "a/b"; }, "a/b");
-  refused([](CRank& r) { r.job().world_size = 0; }, "world_size is 0");
-  refused([](CRank& r) { r.job().unused_policy = 3; }, "unused_policy is 3");
-  refused([](CRank& r) { r.job().update_mode = 2; }, "update_mode is 2");
-  refused([](CRank& r) { r.job().parameter_count = size_t{1} << 40; }, "at most");
-  refused([](CRank& r) { r.job().group_count = 1; }, "is in group 1 but there are only 1 groups");
-  refused([](CRank& r) { r.job().chunk_elements = 100; }, "100");
-  const auto with_parameter = [&](auto change, const char* message) {
-    refused([&](CRank& r) { change(const_cast<ballast_parameter*>(r.job().parameters)[0]); },
-            message);
+  refused([](CRank& r) { r.options().size = 0; });
+  refused([](CRank& r) { r.options().service = nullptr; });
+  refused([](CRank& r) { r.options().service = "nowhere"; });
+  refused([](CRank& r) { r.options().job = nullptr; });
+  refused([](CRank& r) { r.options().wait_seconds = -1; });
+  refused([](CRank& r) { r.options().join_timeout_seconds = NAN; });
+  refused([](CRank& r) { r.job().name = "a/b"; });
+  refused([](CRank& r) { r.job().world_size = 0; });
+  refused([](CRank& r) { r.job().unused_policy = 3; });
+  refused([](CRank& r) { r.job().update_mode = 2; });
+  refused([](CRank& r) { r.job().parameter_count = size_t{1} << 40; });
+  refused([](CRank& r) { r.job().group_count = 1; });
+  refused([](CRank& r) { r.job().chunk_elements = 100; });
+  const auto with_parameter = [&](auto change) {
+    refused([&](CRank& r) { change(const_cast<ballast_parameter*>(r.job().parameters)[0]); });
   };
-  with_parameter([](ballast_parameter& p) { p.name = nullptr; }, "ballast_parameter.name is null");
-  with_parameter([](ballast_parameter& p) { p.dimensions = -1; }, "-1 dimensions");
-  with_parameter([](ballast_parameter& p) { p.shape = nullptr; }, "2 dimensions");
+  with_parameter([](ballast_parameter& p) { p.name = nullptr; });
+  with_parameter([](ballast_parameter& p) { p.dimensions = -1; });
+  with_parameter([](ballast_parameter& p) { p.shape = nullptr; });
   const int64_t negative[] = {2, -3}, huge[] = {int64_t{1} << 40, 8};
-  with_parameter([&](ballast_parameter& p) { p.shape = negative; }, "has a negative size, -3");
-  with_parameter([&](ballast_parameter& p) { p.shape = huge; }, "has more than");
-  refused([](CRank& r) { const_cast<ballast_group*>(r.job().groups)[1].wire_dtype = 7; },
-          "group no_decay has dtype 7");
-  refused([](CRank& r) { const_cast<void**>(r.options().weights)[1] = nullptr; },
-          "no place for parameter p1");
+  with_parameter([&](ballast_parameter& p) { p.shape = negative; });
+  with_parameter([&](ballast_parameter& p) { p.shape = huge; });
+  refused([](CRank& r) { const_cast<ballast_group*>(r.job().groups)[1].wire_dtype = 7; });
+  refused([](CRank& r) { const_cast<void**>(r.options().weights)[1] = nullptr; });
 }
 
 TEST_F(CApi, WeightsAreAwaitedByParameter) {
@@ -903,7 +735,8 @@ TEST_F(CApi, WeightsAreAwaitedByParameter) {
   for (uint64_t step = 1; step <= 3; ++step) {
     reference.Step(step);
     ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
-    EXPECT_EQ(ballast_await_weights(rank.session(), all, 1), BALLAST_FAILED_PRECONDITION);
+    EXPECT_TRUE(
+        Refused(ballast_await_weights(rank.session(), all, 1), BALLAST_FAILED_PRECONDITION));
     ASSERT_EQ(rank.PushAll(step), BALLAST_OK) << ballast_message();
     ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK);
     for (const size_t& p : all) {
@@ -911,35 +744,32 @@ TEST_F(CApi, WeightsAreAwaitedByParameter) {
       if (p != kFrozen) EXPECT_EQ(rank.weights()[p], reference.weights()[p]);
     }
     EXPECT_EQ(ballast_await_weights(rank.session(), all, kParameters), BALLAST_OK);
-    EXPECT_EQ(ballast_await_weights(rank.session(), &none, 1), BALLAST_INVALID_ARGUMENT);
-    EXPECT_THAT(ballast_message(), HasSubstr("there is no parameter 4 of 4"));
-    EXPECT_EQ(rank.Begin(), BALLAST_FAILED_PRECONDITION);  // The step has not ended.
+    EXPECT_TRUE(Refused(ballast_await_weights(rank.session(), &none, 1), BALLAST_INVALID_ARGUMENT));
+    EXPECT_TRUE(Refused(rank.Begin(), BALLAST_FAILED_PRECONDITION));  // The step has not ended.
     ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
   }
-  EXPECT_EQ(ballast_await_weights(rank.session(), nullptr, 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_await_weights(rank.session(), nullptr, 0), BALLAST_INVALID_ARGUMENT));
 }
 
 TEST_F(CApi, RefusesCallsOutOfTurnAndGoesOn) {
   CRank rank("turns", service());
-  EXPECT_EQ(ballast_read_weights(nullptr), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(ballast_read_weights(nullptr), BALLAST_INVALID_ARGUMENT));
   ballast_close(nullptr);
   rank.OpenWithWeights();
-  EXPECT_EQ(rank.PushAll(1), BALLAST_FAILED_PRECONDITION);
-  EXPECT_THAT(ballast_message(), HasSubstr("before BeginStep"));
-  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, nullptr, 4, 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_TRUE(Refused(rank.PushAll(1), BALLAST_FAILED_PRECONDITION));
+  EXPECT_TRUE(
+      Refused(ballast_push_gradients(rank.session(), 0, nullptr, 4, 0), BALLAST_INVALID_ARGUMENT));
   const void* one[1] = {nullptr};
-  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, one, 1, 0), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("1 pointers were given for 4 parameters"));
+  EXPECT_TRUE(
+      Refused(ballast_push_gradients(rank.session(), 0, one, 1, 0), BALLAST_INVALID_ARGUMENT));
   const float* none[kParameters] = {};
-  EXPECT_EQ(ballast_upload_weights(rank.session(), none, kParameters), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("no weights of parameter p0"));
+  EXPECT_TRUE(
+      Refused(ballast_upload_weights(rank.session(), none, kParameters), BALLAST_INVALID_ARGUMENT));
   ballast_info none_of_size = {};
-  EXPECT_EQ(ballast_get_info(rank.session(), &none_of_size), BALLAST_INVALID_ARGUMENT);
-  int64_t offset = 0, elements = 0;
-  EXPECT_EQ(ballast_place(rank.session(), 9, &offset, &elements), BALLAST_INVALID_ARGUMENT);
-  ASSERT_EQ(ballast_place(rank.session(), 1, &offset, &elements), BALLAST_OK);
-  EXPECT_EQ(offset, 600);
-  EXPECT_EQ(elements, 768);  // 607, in whole blocks.
+  EXPECT_TRUE(Refused(ballast_get_info(rank.session(), &none_of_size), BALLAST_INVALID_ARGUMENT));
+  size_t count = 0;
+  EXPECT_TRUE(
+      Refused(ballast_pieces(rank.session(), 99, nullptr, 0, &count), BALLAST_INVALID_ARGUMENT));
   rank.Step(1);
 }
 
@@ -947,20 +777,20 @@ TEST_F(CApi, TheNormIsToldBeforeTheVote) {
   CRank rank("votes", service());
   rank.OpenWithWeights();
   ballast_ballot ballot = {.size = sizeof(ballot)};
-  EXPECT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_FAILED_PRECONDITION);
-  EXPECT_THAT(ballast_message(), HasSubstr("before BeginStep"));
+  EXPECT_TRUE(
+      Refused(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_FAILED_PRECONDITION));
   const auto give = [&](uint32_t seed) {
     const ballast_step step = {.size = sizeof(step)};
     ASSERT_EQ(ballast_begin_step(rank.session(), &step), BALLAST_OK) << ballast_message();
-    EXPECT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_FAILED_PRECONDITION);
-    EXPECT_THAT(ballast_message(), HasSubstr("before Seal"));
+    EXPECT_TRUE(Refused(ballast_vote(rank.session(), &ballot, &rank.decision),
+                        BALLAST_FAILED_PRECONDITION));
     ASSERT_EQ(rank.PushAll(seed), BALLAST_OK) << ballast_message();
   };
   ballast_norm norm = {.size = sizeof(norm)};
   double group_norms[2] = {-1, -1};
   give(1);
-  EXPECT_EQ(ballast_seal(rank.session(), 1, &norm, group_norms, 1), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("room for 1 norms, of 2 groups"));
+  EXPECT_TRUE(
+      Refused(ballast_seal(rank.session(), 1, &norm, group_norms, 1), BALLAST_INVALID_ARGUMENT));
   ASSERT_EQ(ballast_seal(rank.session(), 1, &norm, group_norms, 2), BALLAST_OK)
       << ballast_message();
   EXPECT_EQ(norm.step, 1u);
@@ -968,8 +798,8 @@ TEST_F(CApi, TheNormIsToldBeforeTheVote) {
   EXPECT_DOUBLE_EQ(norm.norm, std::hypot(group_norms[0], group_norms[1]));
   const double nan[2] = {std::nan(""), 1};
   ballot.multipliers = nan;
-  EXPECT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("the multiplier of group 0 is nan"));
+  EXPECT_TRUE(
+      Refused(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_INVALID_ARGUMENT));
   ballot.multipliers = nullptr;
   // A look, and another try.
   ASSERT_EQ(ballast_discard(rank.session()), BALLAST_OK) << ballast_message();
@@ -995,10 +825,9 @@ TEST_F(CApi, TheNormIsToldBeforeTheVote) {
   ballot = {.size = sizeof(ballot), .abandon = 1};
   ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, &ballot, &rank.decision), BALLAST_OK);
   EXPECT_EQ(rank.decision.applied, 0);
-  EXPECT_THAT(ballast_message(), HasSubstr("voted to abandon"));
+  EXPECT_TRUE(Says(ballast_message()));
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
-  EXPECT_EQ(ballast_end_gradients(rank.session(), 0, 3), BALLAST_INVALID_ARGUMENT);
-  EXPECT_THAT(ballast_message(), HasSubstr("no ballast_last"));
+  EXPECT_TRUE(Refused(ballast_end_gradients(rank.session(), 0, 3), BALLAST_INVALID_ARGUMENT));
 }
 
 TEST_F(CApi, AnotherDescriptionOfTheJobIsNamed) {
@@ -1006,32 +835,24 @@ TEST_F(CApi, AnotherDescriptionOfTheJobIsNamed) {
   rank.OpenWithWeights();
   CRank other("described", service());
   other.job().on_abort = BALLAST_ON_ABORT_SKIP;
-  EXPECT_EQ(other.Open(), BALLAST_FAILED_PRECONDITION);
-  EXPECT_THAT(ballast_message(), HasSubstr("on_abort"));
+  EXPECT_TRUE(Refused(other.Open(), BALLAST_FAILED_PRECONDITION, "OTHER_DESCRIPTION"));
 }
 
 TEST_F(CApi, AServiceThatIsNotThereIsUnavailable) {
   CRank rank("nowhere", "unix:/no/such/socket");
   rank.options().join_timeout_seconds = 0.2;
-  EXPECT_EQ(rank.Open(), BALLAST_UNAVAILABLE);
-  EXPECT_THAT(ballast_message(), HasSubstr("/no/such/socket"));
+  EXPECT_TRUE(Refused(rank.Open(), BALLAST_UNAVAILABLE));
 }
 
 TEST_F(CApi, TakesAStructureOfAnOlderHeader) {
   CRank rank("older", service());
   // As if the last members had not existed: they count as zero, whatever lies there.
-  rank.options().size = offsetof(ballast_options, weights);
+  rank.options().size = offsetof(ballast_options, derive_from_uid);
+  rank.options().derive_from_uid = "none";
   rank.job().size = offsetof(ballast_job, mesh);
   rank.job().mesh_dimensions = 7;
-  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
-  ASSERT_EQ(rank.Upload(), BALLAST_OK) << ballast_message();
-  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK);
-  EXPECT_TRUE(std::isnan(rank.weights()[0][0]));
-  const void* data = nullptr;
-  size_t bytes = 0;
-  ASSERT_EQ(ballast_weights_memory(rank.session(), 0, &data, &bytes), BALLAST_OK);
-  ASSERT_EQ(bytes, 256 * sizeof(float));
-  EXPECT_EQ(static_cast<const float*>(data)[3], FirstWeight(0, 3));
+  rank.OpenWithWeights();
+  EXPECT_EQ(rank.weights()[0][3], FirstWeight(0, 3));
 }
 
 TEST_F(CApi, AForkDoesNotTouchItsParentsSession) {
@@ -1044,6 +865,9 @@ TEST_F(CApi, AForkDoesNotTouchItsParentsSession) {
     ballast_session* another = nullptr;
     right &= ballast_open(&rank.options(), &another) == BALLAST_FAILED_PRECONDITION;
     right &= absl::StrContains(ballast_message(), "by spawn or exec");
+    const char* answer = nullptr;
+    right &= ballast_call(&rank.options(), "JobService/ListJobs", "{}", &answer) ==
+             BALLAST_FAILED_PRECONDITION;
     ballast_close(rank.session());
     _exit(right ? 0 : 1);
   }

@@ -9,12 +9,12 @@
 
 #include "tests/client/cli/trace_for_tests.h"
 #include "tests/client/job_for_tests.h"
+#include "tests/support/messages.h"
 
 namespace ballast::client::cli {
 namespace {
 
 using nlohmann::json;
-using testing::HasSubstr;
 
 class ChromeTraceTest : public testing::Test {
  protected:
@@ -123,12 +123,12 @@ TEST_F(ChromeTraceTest, SurvivesNamesThatAreNotText) {
 TEST_F(ChromeTraceTest, ChecksWhatAServiceSays) {
   EXPECT_TRUE(CheckEvent(ChunkEvent(v1::SENT, 1, 4, 1, 1, 0), layout_).ok());
   EXPECT_TRUE(CheckEvent(StepEvent(v1::BEGUN, 1, 1, 1), layout_).ok());
-  const auto refused = [&](const v1::TraceEvent& event) {
-    return std::string(CheckEvent(event, layout_).message());
+  const auto expect_refused = [&](const v1::TraceEvent& event) {
+    EXPECT_TRUE(Refused(CheckEvent(event, layout_), absl::StatusCode::kInvalidArgument));
   };
-  EXPECT_THAT(refused(ChunkEvent(v1::SENT, 1, 5, 1, 1, 0)), HasSubstr("chunk 5"));
-  EXPECT_THAT(refused(ChunkEvent(v1::ARRIVED, 1, -1, 1, 1, 0)), HasSubstr("chunk -1"));
-  EXPECT_THAT(refused(ChunkEvent(v1::ARRIVED, 1, 0, 10, 3, 0)), HasSubstr("7 ns before"));
+  expect_refused(ChunkEvent(v1::SENT, 1, 5, 1, 1, 0));
+  expect_refused(ChunkEvent(v1::ARRIVED, 1, -1, 1, 1, 0));
+  expect_refused(ChunkEvent(v1::ARRIVED, 1, 0, 10, 3, 0));
 }
 
 TEST_F(ChromeTraceTest, KnowsItsKindsOfEventsOnly) {

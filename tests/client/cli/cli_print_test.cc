@@ -6,14 +6,12 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/cli_history.h"
-#include "client/cli/cli_json.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
@@ -157,56 +155,6 @@ TEST(JobText, SaysWhomTheStepWaitsFor) {
   EXPECT_THAT(JobText(job), HasSubstr("ready; between steps\n"));
 }
 
-TEST(JobText, SaysWhatWasVoted) {
-  v1::Job job = ExampleJob();
-  v1::StepRecord step = job.recent_steps(1);
-  job.clear_recent_steps();
-  const auto add = [&](uint64_t number) -> v1::StepRecord& {
-    v1::StepRecord& added = *job.add_recent_steps();
-    added = step;
-    added.set_step(number);
-    return added;
-  };
-  add(12), add(13);
-  add(14).clear_voted();  // Nothing but to apply it.
-  add(15).set_abandoned(true);
-  v1::Clipping& times = *add(16).mutable_voted();
-  times.clear_max_norm();
-  times.add_multipliers(0.5), times.add_multipliers(0.25);
-  EXPECT_THAT(JobText(job), HasSubstr("\nsteps 12-13: the ranks voted a norm of 1\n"
-                                      "step 15: the ranks voted to abandon it\n"
-                                      "step 16: the ranks voted multipliers of 0.25 to 0.5\n"));
-  job.set_on_abort(v1::SKIP_STEP);
-  EXPECT_THAT(JobText(job), HasSubstr("on abort      skip\n"));
-}
-
-TEST(JobText, SaysHowChunksAreUpdated) {
-  v1::Job job = ExampleJob();
-  EXPECT_THAT(JobText(job), HasSubstr("update        speculate; speculated chunks: 1,200 (1,100 "
-                                      "published, 90 redone), paused now: 3\n"));
-  job.mutable_speculation()->set_unavailable("needs 3 GiB more");
-  EXPECT_THAT(JobText(job), HasSubstr("wait, though asked to speculate: needs 3 GiB more\n"));
-  job.clear_speculation();
-  job.set_update_mode(v1::WAIT);
-  job.mutable_memory()->set_speculation_bytes(0);
-  EXPECT_THAT(JobText(job), HasSubstr("update        wait\n"));
-  EXPECT_THAT(JobText(job), Not(HasSubstr("second versions")));
-  job.mutable_ranks(0)->set_shared_memory(false);
-  EXPECT_THAT(JobText(job), Not(HasSubstr("shared  ")));
-}
-
-TEST(JobText, SaysWhichStepCanBeUndone) {
-  v1::Job job = ExampleJob();
-  EXPECT_THAT(JobText(job), Not(HasSubstr("undo")));
-  job.set_keep_previous(true);
-  job.mutable_memory()->set_total_bytes(6 << 20);
-  job.mutable_memory()->set_previous_bytes(1 << 20);
-  EXPECT_THAT(JobText(job), HasSubstr("undo          nothing to undo\n"));
-  EXPECT_THAT(JobText(job), HasSubstr("previous versions 1.00 MiB, other 1.00 MiB\n"));
-  job.set_undoable_step(12);
-  EXPECT_THAT(JobText(job), HasSubstr("undo          step 12 can be undone\n"));
-}
-
 TEST(JobText, StaysWithinAHundredColumns) {
   v1::Job job = ExampleJob();
   v1::RankProgress& rank = *job.mutable_ranks(0);
@@ -235,41 +183,6 @@ TEST(JobText, StaysWithinAHundredColumns) {
   EXPECT_THAT(text, Not(HasSubstr("1000060  applied")));
 }
 
-// Steps 5 to 8 with lr 0.1, but 0.3 in step 7, and then a load that went back to step 8.
-v1::Job JobWithHistory() {
-  v1::Job job;
-  job.set_name("jobs/gpt");
-  job.add_groups()->set_name("jobs/gpt/groups/decay");
-  job.add_groups()->set_name("jobs/gpt/groups/frozen");
-  for (const auto& [step, lr] : std::vector<std::pair<uint64_t, double>>{
-           {5, 0.1}, {6, 0.1}, {7, 0.1 + 0.2}, {8, 0.1}, {8, 0.1}, {9, 0.1}}) {
-    v1::StepRecord& record = *job.add_recent_steps();
-    record.set_step(step);
-    *record.add_hyper_parameters() = Rates(lr);
-    *record.add_hyper_parameters() = Rates(0);
-    if (step == 6) record.mutable_hyper_parameters(1)->set_maximize(true);
-  }
-  return job;
-}
-
-TEST(HistoryText, HasOneRowForEachRunOfStepsWithEqualValues) {
-  EXPECT_EQ(HistoryText(JobWithHistory()),
-            "group decay\n"
-            "used in                     lr  betas         eps  weight decay   options\n"
-            "steps 5-6                  0.1  0.9, 0.999  1e-08  0.1 decoupled  -\n"
-            "step 7     0.30000000000000004  0.9, 0.999  1e-08  0.1 decoupled  -\n"
-            "step 8                     0.1  0.9, 0.999  1e-08  0.1 decoupled  -\n"
-            "steps 8-9                  0.1  0.9, 0.999  1e-08  0.1 decoupled  -\n"
-            "\n"
-            "group frozen\n"
-            "used in    lr  betas         eps  weight decay   options\n"
-            "step 5      0  0.9, 0.999  1e-08  0.1 decoupled  -\n"
-            "step 6      0  0.9, 0.999  1e-08  0.1 decoupled  maximize\n"
-            "steps 7-8   0  0.9, 0.999  1e-08  0.1 decoupled  -\n"
-            "steps 8-9   0  0.9, 0.999  1e-08  0.1 decoupled  -\n");
-  EXPECT_EQ(HistoryText(v1::Job()), "no step has been decided yet\n");
-}
-
 TEST(HistoryOf, TellsEveryHyperParameterApart) {
   const std::vector<std::function<void(v1::HyperParameters&)>> changes = {
       [](v1::HyperParameters& values) { values.set_lr(1); },
@@ -295,47 +208,10 @@ TEST(HistoryOf, TellsEveryHyperParameterApart) {
   EXPECT_EQ(history[0].size(), 2 * changes.size() + 1);
 }
 
-TEST(HistoryJson, KeepsItsFields) {
-  const nlohmann::json json = nlohmann::json::parse(Dump(HistoryToJson(JobWithHistory())));
-  EXPECT_EQ(json["job"], "gpt");
-  EXPECT_EQ(json["groups"][1]["name"], "frozen");
-  const nlohmann::json& run = json["groups"][0]["history"][0];
-  EXPECT_EQ(run["first_step"], 5);
-  EXPECT_EQ(run["last_step"], 6);
-  EXPECT_EQ(run["hyper_parameters"]["beta2"], 0.999);
-}
-
-TEST(JobJson, KeepsItsFieldsAndTurnsNaNIntoNull) {
-  const nlohmann::json json = nlohmann::json::parse(Dump(ToJson(ExampleJob())));
-  EXPECT_EQ(json["name"], "gpt");
-  EXPECT_EQ(json["phase"], "open");
-  EXPECT_EQ(json["committed_step"], 12);
-  EXPECT_EQ(json["memory"]["total_bytes"], 5 << 20);
-  EXPECT_EQ(json["memory"]["speculation_bytes"], 2 << 20);
-  EXPECT_EQ(json["memory"]["other_bytes"], 1 << 20);
-  EXPECT_EQ(json["memory"]["shared_bytes"], 3 << 20);
-  EXPECT_EQ(json["update_mode"], "speculate");
-  EXPECT_EQ(json["speculation"]["redone_chunks"], 90);
-  EXPECT_EQ(json["coverage_complete_steps"], 12);
-  EXPECT_EQ(json["not_kept_steps"], 0);
-  EXPECT_EQ(json["ranks"][0]["chunks_complete"], 4);
-  EXPECT_EQ(json["ranks"][0]["furthest_micro_step"], 2);
-  EXPECT_EQ(json["ranks"][0]["missing_parameters"], nlohmann::json({"wte", "h.0.b"}));
-  EXPECT_EQ(json["ranks"][0]["shared_memory"], true);
-  EXPECT_EQ(json["ranks"][1]["shared_memory"], false);
-  EXPECT_TRUE(json["recent_steps"][0]["norm"].is_null());
-  EXPECT_EQ(json["recent_steps"][1]["hyper_parameters"][0]["lr"], 0.001);
-  EXPECT_EQ(json["recent_steps"][1]["unused_parameters"], nlohmann::json({"head.b"}));
-  EXPECT_EQ(json["recent_steps"][1]["speculated_chunks"], 18);
-  EXPECT_EQ(json["recent_steps"][1]["published_chunks"], 11);
-  EXPECT_EQ(json["recent_steps"][1]["redone_chunks"], 7);
-}
-
 TEST(JobsText, SaysThatThereAreNone) {
   v1::ListJobsResponse response;
   response.set_memory_limit_bytes(int64_t{1} << 30);
   EXPECT_EQ(JobsText(response), "no jobs; memory 0 B of 1.00 GiB in use\n");
-  EXPECT_EQ(nlohmann::json::parse(Dump(ToJson(response)))["jobs"].size(), 0u);
   *response.add_jobs() = ExampleJob();
   EXPECT_THAT(JobsText(response),
               HasSubstr("gpt  open     12       11        1         1.2      2"));
@@ -358,52 +234,6 @@ TEST(SummaryText, ShowsPlanesAndMagnitudes) {
   EXPECT_THAT(text, HasSubstr("[2, 512] (1,024 elements)"));
   EXPECT_THAT(text, HasSubstr("exp_avg_sq: norm 1.5"));
   EXPECT_THAT(text, HasSubstr("1e-04 .. 1e-03"));
-  const nlohmann::json json = nlohmann::json::parse(Dump(ToJson(summary)));
-  EXPECT_EQ(json["shape"], nlohmann::json({2, 512}));
-  EXPECT_EQ(json["planes"][0]["magnitude_histogram"][8],
-            nlohmann::json({{"exponent", -4}, {"count", 3}}));
-}
-
-TEST(Dump, SurvivesBytesThatAreNotText) {
-  v1::Job job;
-  job.set_uid("\xff\xfe");
-  EXPECT_TRUE(nlohmann::json::accept(Dump(ToJson(job))));
-}
-
-TEST(JobText, SaysWhatASaveDoesAndNoCauseThatIsNotKnown) {
-  v1::Job job = ExampleJob();
-  job.set_phase(v1::SEALED);
-  EXPECT_THAT(JobText(job), HasSubstr("sealed; step 13 is being decided"));
-  v1::SaveProgress& save = *job.add_saves();
-  save.set_directory("/saved/gpt");
-  save.set_step(12);
-  save.set_seconds(83.4);
-  save.set_seconds_since_progress(2);
-  save.set_written_bytes(1 << 30);
-  save.set_size_bytes(int64_t{3} << 30);
-  EXPECT_THAT(JobText(job),
-              testing::AllOf(HasSubstr("step 12 to /saved/gpt for 83 s, 1.00 GiB of 3.00 GiB\n"),
-                             HasSubstr("sealed; step 13 is being decided")));
-  save.set_seconds_since_progress(61);
-  save.set_holds_back_decisions(true);
-  EXPECT_THAT(
-      JobText(job),
-      testing::AllOf(HasSubstr("nothing was written for 61 s; steps wait for it, because there is "
-                               "no memory for second versions\n"),
-                     HasSubstr("sealed; step 13 waits for the save to /saved/gpt"),
-                     Not(HasSubstr("being decided"))));
-  EXPECT_EQ(ToJson(job)["saves"][0]["seconds_since_progress"], 61);
-  save.set_makes_memory(true);
-  v1::Activity& activity = *job.add_activities();
-  activity.set_kind(v1::MAKING_SECOND_VERSIONS);
-  activity.set_done_bytes(int64_t{2} << 30);
-  activity.set_total_bytes(int64_t{3} << 30);
-  EXPECT_THAT(JobText(job),
-              testing::AllOf(HasSubstr("no memory was made for 61 s; steps wait until there is "
-                                       "memory for second versions\n"),
-                             HasSubstr("making memory for second versions: 2 of 3 GiB\n"),
-                             Not(HasSubstr("there is no memory"))));
-  EXPECT_EQ(ToJson(job)["activities"][0]["kind"], "making_second_versions");
 }
 
 TEST(JobText, AJobThatIsBeingCreatedHasNothingButItsProgress) {
@@ -418,9 +248,8 @@ TEST(JobText, AJobThatIsBeingCreatedHasNothingButItsProgress) {
   activity.set_total_bytes(int64_t{6} << 30);
   EXPECT_THAT(JobText(job), testing::AllOf(HasSubstr("creating"), Not(HasSubstr("generation")),
                                            HasSubstr("making its memory: 2 of 6 GiB\n")));
-  EXPECT_THAT(
-      JobsText(list),
-      testing::AllOf(HasSubstr("creating"), HasSubstr("gpt: making its memory: 2 of 6 GiB\n")));
+  EXPECT_THAT(JobsText(list), testing::AllOf(HasSubstr("creating"),
+                                             HasSubstr("gpt: making its memory: 2 of 6 GiB\n")));
 }
 
 }  // namespace

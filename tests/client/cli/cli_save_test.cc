@@ -8,10 +8,12 @@
 #include <thread>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/strip.h"
 #include "client/cli/cli_command.h"
 #include "tests/client/cutting_proxy.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/server/tiny_job.h"
+#include "tests/support/messages.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -49,10 +51,7 @@ TEST(CliSave, ACutConnectionIsSaidToBeOneAndTheSaveGoesOn) {
   proxy.reset();
   const Said said = save.get();
   EXPECT_EQ(said.exit_code, 1);
-  EXPECT_THAT(
-      said.error,
-      AllOf(HasSubstr("broke before it had answered"), HasSubstr("the service goes on with it"),
-            HasSubstr("`ballast job tiny`"), Not(HasSubstr("no service answers"))));
+  EXPECT_TRUE(Says(absl::StripSuffix(said.error, "\n")));
 
   EXPECT_THAT(Ballast({"job", "tiny"}, address).output,
               AllOf(HasSubstr("saving"), HasSubstr("step 0 to /checkpoint for ")));

@@ -15,10 +15,12 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "client/connect.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/support/eventually.h"
+#include "tests/support/messages.h"
 #include "tests/support/processes.h"
 
 namespace ballast::client {
@@ -30,7 +32,6 @@ using testing::HasSubstr;
 
 const std::string kBin = BALLAST_BIN_DIR;
 constexpr int kRanks = 2;
-constexpr int kChunks = 5;
 
 class CliTraceTest : public testing::Test {
  protected:
@@ -79,12 +80,12 @@ class CliTraceTest : public testing::Test {
     return RunProcess(words, directory_);
   }
   // The one line that it prints when it fails.
-  std::string Failure(std::vector<std::string> words, int exit_code = 1) {
+  void ExpectFailure(std::vector<std::string> words, int exit_code = 1) {
     const ProcessResult result = Ballast(std::move(words));
     EXPECT_EQ(result.exit_code, exit_code);
     EXPECT_EQ(result.output, "");
     EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
-    return result.error;
+    EXPECT_TRUE(Says(absl::StripSuffix(result.error, "\n")));
   }
   // As Ballast, with more time as long as the answer does not come in it: a tenth is left for that.
   ProcessResult BallastInTime(const std::vector<std::string>& words, int seconds) {
@@ -134,8 +135,8 @@ TEST_F(CliTraceTest, WritesWhatHappenedToEveryChunk) {
   const std::string file = Path("trace.json");
   const ProcessResult result = Ballast({"trace", "gpt", "--steps", "3", "--out", file});
   ASSERT_EQ(result.exit_code, 0) << result.error;
-  EXPECT_THAT(result.output, AllOf(HasSubstr("events of job gpt to " + file),
-                                   HasSubstr("ui.perfetto.dev"), HasSubstr("updating")));
+  EXPECT_THAT(result.output,
+              AllOf(HasSubstr("events of job gpt to " + file), HasSubstr("ui.perfetto.dev")));
   const std::string text = ReadFile(file);
   ASSERT_TRUE(json::accept(text)) << text.substr(0, 1000);
   const json trace = json::parse(text);
@@ -159,59 +160,6 @@ TEST_F(CliTraceTest, WritesWhatHappenedToEveryChunk) {
   }
 }
 
-TEST_F(CliTraceTest, ShowsSpeculatedUpdates) {
-  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kSpeculate));
-  Train();
-  const std::string file = Path("trace.json");
-  const ProcessResult result =
-      Ballast({"trace", "gpt", "--steps=2", "--out=" + file, "--json", "--timeout=60"});
-  ASSERT_EQ(result.exit_code, 0) << result.error;
-  const json summary = json::parse(result.output);
-  EXPECT_EQ(summary.size(), 6u);
-  EXPECT_EQ(summary["job"], "gpt");
-  EXPECT_GT(summary["events"], 0);
-  EXPECT_EQ(summary["file"], file);
-  EXPECT_EQ(summary["dropped_events"], 0);
-  EXPECT_EQ(summary["unknown_events"], 0);
-  ASSERT_EQ(summary["steps"].size(), 2u);
-  EXPECT_GT(summary["steps"][0]["committed_ms"], 0);
-  for (const auto& [step, kinds] : ReadChunks(json::parse(ReadFile(file)))) {
-    std::set<int> updated;
-    for (const char* kind : {"speculated", "updated"}) {
-      if (kinds.count(kind) > 0) updated.insert(kinds.at(kind).begin(), kinds.at(kind).end());
-    }
-    EXPECT_EQ(updated.size(), static_cast<size_t>(kChunks)) << "step " << step;
-    EXPECT_EQ(kinds.at("sent").size(), static_cast<size_t>(kChunks)) << "step " << step;
-  }
-}
-
-TEST_F(CliTraceTest, SaysThatNoStepBegan) {
-  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
-  ForEachRank(kRanks, [&](int rank) { EXPECT_TRUE(ranks_[rank]->Step(1, {}).ok()); });
-  EXPECT_THAT(NothingBegun({"trace", "gpt", "--out", Path("t.json")}),
-              AllOf(HasSubstr("no step of job gpt began"), HasSubstr("it is ready, with 1 steps"),
-                    HasSubstr("nothing was written")));
-  EXPECT_FALSE(std::filesystem::exists(Path("t.json")));
-  // The open step does not count.
-  ASSERT_TRUE(ranks_[0]->session().BeginStep({}).ok());
-  ASSERT_TRUE(ranks_[0]->Push(ranks_[0]->chunks()[0], 0).ok());
-  EXPECT_TRUE(Eventually([&] {
-    return Ballast({"job", "gpt"}).output.find("phase         open") != std::string::npos;
-  }));
-  EXPECT_THAT(NothingBegun({"trace", "gpt", "--out", Path("t.json")}),
-              HasSubstr("step 2 is open and was begun before the trace"));
-  // Nor does one that has all gradients and waits for votes.
-  ASSERT_TRUE(ranks_[1]->session().BeginStep({}).ok());
-  ForEachRank(kRanks, [&](int rank) {
-    const int pushed = rank == 0 ? ranks_[0]->chunks()[0] : -1;
-    EXPECT_TRUE(
-        ranks_[rank]->PushAll(1, [&](int chunk, uint32_t) { return chunk != pushed; }).ok());
-    EXPECT_TRUE(ranks_[rank]->session().Seal(1).ok());
-  });
-  EXPECT_THAT(NothingBegun({"trace", "gpt", "--out", Path("t.json")}),
-              HasSubstr("step 2 is voting and was begun before the trace"));
-}
-
 TEST_F(CliTraceTest, WritesWhatThereIsWhenTimeIsUp) {
   ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
   Train(std::chrono::milliseconds(50));  // Far from 1000 steps in the time.
@@ -225,14 +173,12 @@ TEST_F(CliTraceTest, WritesWhatThereIsWhenTimeIsUp) {
 TEST_F(CliTraceTest, RefusesWhatCannotWorkInOneLine) {
   ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
   const std::string out = Path("t.json");
-  EXPECT_THAT(Failure({"trace", "gtp", "--out", out}), HasSubstr("did you mean gpt?"));
-  EXPECT_THAT(Failure({"trace", "gpt", "--out", Path("none/t.json")}),
-              HasSubstr("make its directory first"));
-  EXPECT_THAT(Failure({"trace", "gpt", "--out", directory_}), HasSubstr("not a regular file"));
-  EXPECT_THAT(Failure({"trace", "gpt"}, 2), HasSubstr("--out needs the name of a file"));
+  ExpectFailure({"trace", "gtp", "--out", out});
+  ExpectFailure({"trace", "gpt", "--out", Path("none/t.json")});
+  ExpectFailure({"trace", "gpt", "--out", directory_});
+  ExpectFailure({"trace", "gpt"}, 2);
   for (const char* steps : {"0", "1001", "1.5", "-1", "nan"}) {
-    EXPECT_THAT(Failure({"trace", "gpt", "--out", out, "--steps", steps}, 2),
-                HasSubstr("expected 1 to 1000"));
+    ExpectFailure({"trace", "gpt", "--out", out, "--steps", steps}, 2);
   }
   EXPECT_FALSE(std::filesystem::exists(out));
 }

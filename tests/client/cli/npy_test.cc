@@ -10,6 +10,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "tests/support/messages.h"
+
 namespace ballast::client::cli {
 namespace {
 
@@ -109,9 +111,9 @@ TEST_F(NpyWriterTest, LeavesNothingAndKeepsTheOldFileWithoutCommit) {
 
 TEST_F(NpyWriterTest, SaysInOneLineWhatIsWrongWithTheFile) {
   const absl::Status missing = NpyWriter::Create(Path("none/w.npy"), {4}).status();
-  EXPECT_THAT(std::string(missing.message()), HasSubstr("make its directory first"));
+  EXPECT_TRUE(Refused(missing, absl::StatusCode::kNotFound));
   const absl::Status directory = NpyWriter::Create(directory_, {4}).status();
-  EXPECT_THAT(std::string(directory.message()), HasSubstr("not a regular file"));
+  EXPECT_TRUE(Refused(directory, absl::StatusCode::kInvalidArgument));
 }
 
 TEST_F(NpyWriterTest, AWriteThatFailsLeavesNothing) {
@@ -125,7 +127,7 @@ TEST_F(NpyWriterTest, AWriteThatFailsLeavesNothing) {
   {
     auto writer = NpyWriter::Create(Path("w.npy"), {1024}).value();
     const absl::Status status = writer->Append(std::string(4096, 'x'));
-    EXPECT_THAT(std::string(status.message()), HasSubstr("cannot write " + Path("w.npy")));
+    EXPECT_TRUE(Refused(status, absl::StatusCode::kUnknown));
   }
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
   EXPECT_EQ(Files(), 0u);

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/diagnostics.pb.h"
 
 namespace ballast::client::cli {
 

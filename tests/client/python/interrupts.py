@@ -13,6 +13,8 @@ _HERE = os.path.dirname(ballast.__file__)
 # Where the step is made, and no trainer knows.
 _STEP = inspect.unwrap(ballast.torch.AdamW.step).__code__
 _RETURNS = max(line for _, _, line in _STEP.co_lines() if line)
+# Of an object's end, and of an attribute that torch's C++ code asks for: these ignore what is raised, or say INTERNAL ASSERT.
+_LOST = ("__del__", "_get", "_at_once")
 
 
 class AtLine:
@@ -29,8 +31,8 @@ class AtLine:
         sys.settrace(None)
 
     def _trace(self, frame, event, _):
-        if not frame.f_code.co_filename.startswith(_HERE) or frame.f_code.co_name == "__del__":
-            return None  # Python ignores what is raised in a finalizer.
+        if not frame.f_code.co_filename.startswith(_HERE) or frame.f_code.co_name in _LOST:
+            return None
         if event == "line" and (frame.f_code is not _STEP or frame.f_lineno != _RETURNS):
             self.count += 1
             if self.count == self.at:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import ballast
 import ballast.torch
 from interrupts import AtLine
-from ballast.torch import binding
+from ballast.torch.steps import Steps
 from torch_ranks import backward, ddp, model_of
 
 _STEPS = 6
@@ -47,7 +47,7 @@ def goes_on_after_interrupts(rank, world_size, service, job, sharded, overlap, s
             try:
                 at = chosen.randrange(1, 300) if step in disturbed else None
                 disturbed.discard(step)
-                with mock.patch.object(binding.Binding, "_step", at_line(at, binding.Binding._step)):
+                with mock.patch.object(Steps, "_step", at_line(at, Steps._step)):
                     optimizer.step()
             except (KeyboardInterrupt, ballast.BallastError) as error:
                 interrupts += isinstance(error, KeyboardInterrupt)

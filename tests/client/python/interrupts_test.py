@@ -148,7 +148,7 @@ class InterruptsTest(unittest.TestCase):
                         state = optimizer.state_dict()
                     else:  # Its waits had fewer lines.
                         continue
-                    job = optimizer._settings["job"]
+                    job = optimizer._options.job
                     with self.subTest(mode=mode, event=at):
                         for one, other in zip(saved, steps[state["param_groups"][0]["job_step"]]):
                             self.assertTrue(torch.equal(one, other))

@@ -15,8 +15,8 @@ from torch_test import ROOT, TOLERANCE, Model, batch, furthest, loss_of, names
 
 import ballast.torch
 
-sys.path.insert(0, str(ROOT / "tests/support"))
 import processes  # noqa: E402
+from messages import refused  # noqa: E402
 
 _MODES = ({}, {"overlap": True}, {"overlap": True, "overlap_weights": True})
 _FOLDER = """
@@ -62,7 +62,7 @@ class MistakesTest(unittest.TestCase):
             for name, value in (("lr", float("nan")), ("weight_decay", -1.0), ("betas", (0.9, 1.0))):
                 before = mine.param_groups[0][name]
                 mine.param_groups[0][name] = value
-                with self.assertRaisesRegex(ValueError, name.rstrip("s")):
+                with refused(self, ValueError):
                     mine.step()
                 mine.param_groups[0][name] = before
             for each, optimizer in ((model, mine), (reference, theirs)):
@@ -94,7 +94,7 @@ class MistakesTest(unittest.TestCase):
             unnamed = ballast.torch.AdamW(model.parameters(), lr=0.01)
             for each, optimizer in ((model, unnamed), (reference, theirs)):
                 train(each, optimizer, 0, 3)
-            self.assertEqual(unnamed._binding.names, [f"param.{n}" for n in range(len(list(model.parameters())))])
+            self.assertEqual(unnamed._binding.member.names, [f"param.{n}" for n in range(len(list(model.parameters())))])
             unnamed.close()
 
     def test_parameters_that_the_module_names(self):
@@ -102,7 +102,7 @@ class MistakesTest(unittest.TestCase):
         optimizer = ballast.torch.AdamW([{"params": [model.inner.weight]}, {"params": [model.norm.weight], "lr": 0.5}],
                                         module=model)
         train(model, optimizer, 0, 1)
-        self.assertEqual(optimizer._binding.names, ["inner.weight", "norm.weight"])
+        self.assertEqual(optimizer._binding.member.names, ["inner.weight", "norm.weight"])
         optimizer.close()
 
     def test_parameters_that_cannot_be_trained(self):
@@ -111,10 +111,9 @@ class MistakesTest(unittest.TestCase):
         one, other, apart = (torch.nn.Parameter(memory[begin:begin + 4]) for begin in (0, 3, 4))
         columns = torch.zeros(4, 4)
         left, right = torch.nn.Parameter(columns[:, :2]), torch.nn.Parameter(columns[:, 2:])
-        for named, message in ((meta.named_parameters(), r"weight .*meta.*to_empty"),
-                               ([("a", one), ("b", other)], "a and b are two over the same memory")):
+        for named in (meta.named_parameters(), [("a", one), ("b", other)]):
             optimizer = ballast.torch.AdamW(named)
-            with self.assertRaisesRegex(ValueError, message):
+            with refused(self, ValueError):
                 optimizer.attach(create=True)
             optimizer.close()
         for named in ([("a", one), ("b", apart)], [("left", left), ("right", right)]):
@@ -132,7 +131,7 @@ class MistakesTest(unittest.TestCase):
             model(torch.ones(3))
             optimizer = ballast.torch.AdamW(model.named_parameters())
             model(torch.ones(3)).sum().backward()
-            with self.assertRaisesRegex(ValueError, r"parameter 1.weight was freed.*before the first forward"):
+            with refused(self, ValueError):
                 optimizer.step()
             optimizer.close()
 
@@ -159,8 +158,8 @@ class MistakesTest(unittest.TestCase):
                 children = pathlib.Path(f"/proc/{holder}/task/{holder}/children").read_text().split()
                 for pid in [holder, *map(int, children)]:
                     os.kill(pid, signal.SIGKILL)
-                optimizer._settings["reconnect_timeout"] = 1e9  # It is not waited for.
-                with self.assertRaisesRegex(ballast.UnavailableError, "has ended, and its jobs with it"):
+                optimizer._options.reconnect_timeout = 1e9  # It is not waited for.
+                with refused(self, ballast.UnavailableError):
                     for step in range(3, 5):
                         train(model, optimizer, step, step + 1)
                 optimizer.close()
@@ -172,11 +171,11 @@ class MistakesTest(unittest.TestCase):
                 model = Model()
                 optimizer = optimizer_of(model, service=service.address, job=f"job{number}", **options)
                 train(model, optimizer, 0, 2)
-                with self.assertRaisesRegex(ballast.BallastError, "is in training"):
+                with refused(self, ballast.FailedPreconditionError):
                     client.close_job(f"job{number}")
                 optimizer.close(job=True)
                 self.assertEqual(client.jobs(), [])
-            with self.assertRaisesRegex(ballast.FailedPreconditionError, "could be closed"):
+            with refused(self, ballast.FailedPreconditionError):
                 optimizer_of(Model(), service=service.address, job="none").close(job=True)
             optimizer = optimizer_of(model, service=service.address, job="left")
             train(model, optimizer, 0, 1)

@@ -34,8 +34,8 @@ def digest(model):
 def has_left(optimizer):
     """Whether what is in .grad, or was, has left before step()."""
     binding = optimizer._binding
-    return (binding is not None and binding.stream is not None and len(binding.stream.left) > 0 and
-            binding.stream.first_changed(binding.parameters) is None)
+    return (binding is not None and binding.flows.stream is not None and len(binding.flows.stream.left) > 0 and
+            binding.flows.stream.first_changed(binding.member.parameters) is None)
 
 
 def train(model, optimizer, rank, accumulation, syncs, averages=False):
@@ -230,7 +230,7 @@ def optimizers_of_one_module(rank, world_size, service, job):
 
     optimizer = overlapping("first")
     seen = [sum(step(optimizer, number) for number in range(3))]
-    stream = weakref.ref(optimizer._binding.stream)
+    stream = weakref.ref(optimizer._binding.flows.stream)
     del optimizer
     gc.collect()
     gone = stream() is None
@@ -247,7 +247,7 @@ def optimizers_of_one_module(rank, world_size, service, job):
         if rank == 0:
             client, name = ballast.connect(service), f"{job}-second"
             await_("the begins of the step", lambda: all(each["begun"] for each in client.job(name)["ranks"]))
-            client._run("abort-step", name)
+            client._change("JobService/AbortStep", name=f"jobs/{name}")
 
     try:
         step(optimizer, 3, abort)
@@ -285,7 +285,7 @@ def aborted_in_backward(rank, world_size, service, job):
     if rank == 0:
         client = ballast.connect(service)
         await_("the begins of the step", lambda: all(each["begun"] for each in client.job(job)["ranks"]))
-        client._run("abort-step", job)
+        client._change("JobService/AbortStep", name=f"jobs/{job}")
     dist.barrier()
     said, told = "nothing", torch.zeros(())
     while not told:  # Each hears of it in its own time.
@@ -300,7 +300,7 @@ def aborted_in_backward(rank, world_size, service, job):
     attached = optimizer.attach()
     seen = [said, attached, steps()]
     failing = ballast.UnavailableError("the service has gone")
-    with mock.patch.object(optimizer._binding.session, "begin_step", side_effect=failing) if rank == 1 else \
+    with mock.patch.object(optimizer._binding.member.session, "begin_step", side_effect=failing) if rank == 1 else \
             contextlib.nullcontext():
         try:
             steps()
@@ -412,12 +412,12 @@ def reads_shards_alone(rank, world_size, service, job):
             loss_of(model, batch(step, rank), False).backward()
             optimizer.step()
             optimizer.zero_grad()
-        coming = optimizer._binding.returning.coming
+        coming = optimizer._binding.flows.returning.coming
         assert len(coming) == sum(p.requires_grad for p in model.parameters()), (name, coming)
         if rank == 0 or name == "unshard":  # Which gathers.
             with torch.no_grad():
                 read()
-            left.append(len(optimizer._binding.returning.coming))
+            left.append(len(optimizer._binding.flows.returning.coming))
         model.reshard()
         dist.barrier()
         optimizer.wait_for_weights()

@@ -4,7 +4,6 @@
 import contextlib
 import ctypes
 import functools
-import gc
 import itertools
 import os
 import subprocess
@@ -13,13 +12,13 @@ import threading
 import time
 import unittest
 import warnings
-import weakref
 from unittest import mock
 
 import torch
 from overlap_ranks import has_left, patterns
-from ranks_for_tests import kill_service, run_ranks
+from ranks_for_tests import run_ranks
 from processes import await_  # Found by the line before.
+from messages import refused, says
 from torch.utils.checkpoint import checkpoint
 from torch_test import Model, batch, furthest, loss_of, names
 
@@ -171,13 +170,14 @@ class OverlapTest(unittest.TestCase):
             for step in range(5):
                 if step == 2 and not aborts:
                     continue
-                # The third one has no promise to break, and adds to what has left.
-                for micro_step in range(3 if step == 2 and "accumulation_steps" not in options else 2):
+                # The third one has no promise to break, and adds to what has left. The gradients of the next step stay
+                # then, and torch clips those itself, which has other bits.
+                for micro_step in range(3 if step == 2 and "accumulation_steps" not in options and not clips else 2):
                     loss_of(model, batch(10 * step + micro_step)).backward()
                     if step == 2 and micro_step == 1:
-                        name = optimizer._settings["job"]
+                        name = optimizer._options.job
                         await_("the step's begin", lambda: client.job(name)["ranks"][0]["begun"])
-                        client._run("abort-step", name)
+                        client._change("JobService/AbortStep", name=f"jobs/{name}")
                 if clips:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 before = weights(model)
@@ -594,16 +594,16 @@ class OverlapTest(unittest.TestCase):
         other = torch.nn.Linear(2, 2)
         other(torch.ones(2)).sum().backward()
         utils = torch.nn.utils
-        for error, said, clip in (
-                (RuntimeError, "too late", lambda: utils.clip_grad_value_(model.parameters(), 1.0)),
-                (RuntimeError, "1 of the 7", lambda: utils.clip_grad_norm_((p for p in [model.scalar]), 1.0)),
-                (RuntimeError, "1 of the 7", lambda: utils.clip_grads_with_norm_(model.scalar, 1.0, 2.0)),
-                (ValueError, "2-norm", lambda: utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))),
-                (ValueError, "positive", lambda: utils.clip_grad_norm_(model.parameters(), 0)),
-                (RuntimeError, "whether they have .grad", lambda: utils.clip_grad_norm_(
+        for error, clip in (
+                (RuntimeError, lambda: utils.clip_grad_value_(model.parameters(), 1.0)),
+                (RuntimeError, lambda: utils.clip_grad_norm_((p for p in [model.scalar]), 1.0)),
+                (RuntimeError, lambda: utils.clip_grads_with_norm_(model.scalar, 1.0, 2.0)),
+                (ValueError, lambda: utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))),
+                (ValueError, lambda: utils.clip_grad_norm_(model.parameters(), 0)),
+                (RuntimeError, lambda: utils.clip_grad_norm_(
                     [p for p in model.parameters() if p.grad is not None], 1.0)),
-                (RuntimeError, "float..inf", lambda: utils.get_total_norm([p.grad for p in model.parameters()]))):
-            with self.assertRaisesRegex(error, said):
+                (RuntimeError, lambda: utils.get_total_norm([p.grad for p in model.parameters()]))):
+            with refused(self, error):
                 clip()
         optimizer.step()
         self.assertIsNone(optimizer.skipped)
@@ -616,9 +616,9 @@ class OverlapTest(unittest.TestCase):
         model, optimizer = self.begun()
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.1)
         clip()
-        with self.assertRaisesRegex(ballast.FailedPreconditionError, "a backward after clip_grad_norm_"):
+        with refused(self, ballast.FailedPreconditionError):
             loss_of(model, batch(2)).backward()
-        with self.assertRaisesRegex(RuntimeError, "was changed after clip_grad_norm_"):
+        with refused(self, RuntimeError):
             optimizer.step()
         optimizer.zero_grad()
         loss_of(model, batch(2)).backward()
@@ -641,29 +641,15 @@ except UserWarning as warning:
 """ % sys.path
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
                               check=True).stdout
-        self.assertIn("__main__.clip_grad_norm_ was imported", said)
+        says(self, said)
 
     def test_zero_grad_of_a_part(self):
         model, optimizer = self.begun(accumulation_steps=1)
-        with self.assertRaisesRegex(RuntimeError, "part of the model"):
+        with refused(self, RuntimeError):
             model.inner.zero_grad()
         optimizer.step()
         model.inner.zero_grad()
         self.assertIsNone(optimizer.skipped)
-
-    def test_hooks_of_an_optimizer_that_is_gone(self):
-        model = Model()
-        optimizer = ballast.torch.AdamW(names(model), service=self.service.address, job="gone", overlap=True)
-        for step in range(2):
-            loss_of(model, batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        stream = weakref.ref(optimizer._binding.stream)
-        del optimizer
-        gc.collect()
-        self.assertIsNone(stream())
-        loss_of(model, batch(2)).backward()
-        self.assertIsNotNone(model.inner.weight.grad)
 
     def test_gradients_that_cannot_be_sent(self):
         embedding = torch.nn.Embedding(5, 3, sparse=True)
@@ -672,10 +658,10 @@ except UserWarning as warning:
         optimizer = self.optimizer(module, True)
         dense(torch.ones(3)).sum().backward()
         optimizer.step()
-        with self.assertRaisesRegex(RuntimeError, "embedding.weight is sparse"):
+        with refused(self, RuntimeError):
             dense(embedding(torch.tensor([1, 2]))).sum().backward()
-        with self.assertRaisesRegex(RuntimeError, "dense.bias is on meta, from where none .* overlap=False"):
-            optimizer._binding.stream.give(optimizer._binding.names.index("dense.bias"), torch.ones(2, device="meta"))
+        with refused(self, RuntimeError):
+            optimizer._binding.flows.stream.give(optimizer._binding.member.names.index("dense.bias"), torch.ones(2, device="meta"))
         optimizer.zero_grad()
         dense(torch.ones(3)).sum().backward()
         optimizer.step()
@@ -684,7 +670,7 @@ except UserWarning as warning:
     def test_more_backwards_than_were_promised(self):
         model, optimizer = self.begun(accumulation_steps=1)
         loss_of(model, batch(2)).backward()
-        with self.assertRaisesRegex(ballast.FailedPreconditionError, "accumulation_steps=1 promises"):
+        with refused(self, ballast.FailedPreconditionError):
             optimizer.step()
         optimizer.zero_grad()
         loss_of(model, batch(2)).backward()
@@ -693,13 +679,13 @@ except UserWarning as warning:
 
     def test_a_fork_gives_nothing(self):
         model, optimizer = self.begun()
-        before = dict(optimizer._binding.stream.left)
+        before = dict(optimizer._binding.flows.stream.left)
         child = os.fork()
         if child == 0:
             loss_of(model, batch(9)).backward()
             os._exit(0 if model.scalar.grad is not None else 1)
         self.assertEqual(os.waitpid(child, 0)[1], 0)
-        self.assertEqual(optimizer._binding.stream.left, before)
+        self.assertEqual(optimizer._binding.flows.stream.left, before)
         optimizer.step()
         self.assertIsNone(optimizer.skipped)
 
@@ -707,7 +693,7 @@ except UserWarning as warning:
     def has_ended(optimizer):
         """Whether the library has heard of it; of which the optimizer is told nothing."""
         try:
-            ballast._native.call("ballast_read_weights", optimizer._binding.session._handle)
+            ballast._native.call("ballast_read_weights", optimizer._binding.member.session._handle)
         except ballast.AbortedError:
             return True
         except ballast.BallastError:
@@ -744,22 +730,6 @@ except UserWarning as warning:
                     optimizer.step()
                     optimizer.zero_grad()
                 self.assertEqual(optimizer.param_groups[0]["job_step"], step + 2)
-
-    def test_a_service_that_dies_is_one_line(self):
-        service = ballast.Service(memory_limit="1GiB")
-        model = Model()
-        optimizer = self.optimizer(model, True, service=service.address)
-        loss_of(model, batch(0)).backward()
-        optimizer.step()
-        optimizer._binding.session.timeout = 5.0
-        kill_service(service.pid)
-        begun = time.monotonic()
-        with self.assertRaises(ballast.BallastError) as raised:
-            loss_of(model, batch(1)).backward()
-            optimizer.step()
-        self.assertLess(time.monotonic() - begun, 100)
-        self.assertNotIn("\n", str(raised.exception))
-        service.stop()
 
     # ------------------------------------------------------------ several ranks
 
@@ -837,11 +807,8 @@ except UserWarning as warning:
         self.assertEqual(aborted, [["AbortedError", 2, 4, said, 4, 6]
                                    for said in ("FailedPreconditionError", "UnavailableError")])
         for said in refused:
-            for text, expected in zip(said, [
-                    each for each in ("and 0 have these parameters", "and 0 have", "find_unused_parameters=False",
-                                      "static_graph", "communication hook", "and 2 have") for _ in range(2)]
-                    + ["before the first step"], strict=True):
-                self.assertIn(expected, text)
+            self.assertEqual(len(said), 13)
+            says(self, *said)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 from overlap_test import weights
 from ranks_for_tests import run_ranks  # Which also lets the next one be found.
 import processes
+from messages import refused
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +33,7 @@ from torch_test import Model, batch, loss_of, names
 import ballast
 import ballast.torch
 from ballast import _files
-from ballast.torch import binding, boundaries, guard
+from ballast.torch import boundaries, guard
 
 WIDTH = 520  # A layer has a little more elements than a chunk, which is 1 MiB.
 LAYERS = 4
@@ -143,7 +144,7 @@ class OverlapWeightsTest(unittest.TestCase):
             self.assertTrue(torch.equal(a, b), name)
 
     def coming(self, optimizer):
-        return len(optimizer._binding.returning.coming)
+        return len(optimizer._binding.flows.returning.coming)
 
     def trained(self, steps=2, model_of=Model, loss=lambda model, step: loss_of(model, batch(step)), **options):
         """A model after these steps whose weights are coming, its optimizer, and the model that it is to be."""
@@ -311,7 +312,7 @@ class OverlapWeightsTest(unittest.TestCase):
                 "a fork": in_a_fork, "a replay of a CUDA graph": replayed}.items():
             with self.subTest(name):
                 model, optimizer, expected = self.trained()
-                returning = optimizer._binding.returning
+                returning = optimizer._binding.flows.returning
                 had = read(model, optimizer)
                 self.assertEqual(len(returning.coming), 0)
                 self.assert_same_weights(model, expected)
@@ -392,12 +393,12 @@ class OverlapWeightsTest(unittest.TestCase):
         for name, keep in kept.items():
             with self.subTest(name):
                 model, optimizer, _ = self.trained()
-                index = next(i for i, p in optimizer._binding.returning._parameters.items() if p is model.inner.weight)
+                index = next(i for i, p in optimizer._binding.flows.returning._parameters.items() if p is model.inner.weight)
                 optimizer.zero_grad()
                 loss_of(model, batch(3)).backward()
                 alias = keep(model)
                 optimizer.step()
-                coming = optimizer._binding.returning.coming
+                coming = optimizer._binding.flows.returning.coming
                 self.assertNotIn(index, coming)
                 self.assertGreaterEqual(len(coming), 5)
                 if name in ("its data", "an array", "a state"):
@@ -429,7 +430,7 @@ class OverlapWeightsTest(unittest.TestCase):
                 model, optimizer, expected = self.trained()
                 change(model)
                 loss_of(model, batch(3)).backward()
-                with self.assertRaisesRegex(RuntimeError, "parameter inner.weight was changed since the last step"):
+                with refused(self, RuntimeError):
                     optimizer.step()
                 with torch.no_grad():
                     model.inner.weight.copy_(expected.inner.weight)
@@ -485,7 +486,7 @@ class OverlapWeightsTest(unittest.TestCase):
 
         def backend(graph, _):
             def run(*arguments):
-                seen.append((set(optimizer._binding.returning.coming), {type(a) for a in arguments}))
+                seen.append((set(optimizer._binding.flows.returning.coming), {type(a) for a in arguments}))
                 return graph(*arguments)
 
             return run
@@ -521,7 +522,7 @@ class OverlapWeightsTest(unittest.TestCase):
         model, optimizer, _ = self.trained(full_state=True)
         state = optimizer.state_dict()
         self.assertEqual(state["param_groups"][0]["job_step"], 2)
-        self.assertFalse(optimizer._binding._in_step)
+        self.assertFalse(optimizer._binding.flows.in_step)
 
     def test_weights_come_also_when_the_optimizer_has_gone(self):
         model, optimizer, expected = self.trained()
@@ -540,9 +541,8 @@ class OverlapWeightsTest(unittest.TestCase):
 
         model = torch.nn.Linear(2, 2)
         model.bias = Last(torch.ones(2))
-        with self.assertRaisesRegex(ValueError, "parameter bias, a Last .*overlap_weights=False") as raised:
+        with refused(self, ValueError):
             self.optimizer(model, params=list(model.named_parameters()))
-        self.assertNotIn("\n", str(raised.exception))
 
 
 class GuardTest(unittest.TestCase):
@@ -739,7 +739,7 @@ class HeldBackTest(unittest.TestCase):
                 def ran_first(*_):
                     self.assertTrue(self.valve._waits)
                     self.assert_weights(model, expected, [0])
-                    ran.append(optimizer._binding.returning.coming)
+                    ran.append(optimizer._binding.flows.returning.coming)
                     self.valve.open()
 
                 hook = model[0].register_forward_hook(ran_first)
@@ -753,13 +753,13 @@ class HeldBackTest(unittest.TestCase):
         for overlap in (False, True):
             with self.subTest(overlap=overlap):
                 model, optimizer, expected = self.trained(overlap=overlap, timeout=30)
-                coming = set(optimizer._binding.returning.coming)
+                coming = set(optimizer._binding.flows.returning.coming)
                 self.assertEqual(coming, set(range(2 * LAYERS)))
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros(parameter.shape)
                 model.zero_grad()
                 optimizer.zero_grad()
-                self.assertEqual(optimizer._binding.returning.coming, coming)
+                self.assertEqual(optimizer._binding.flows.returning.coming, coming)
                 self.assertTrue(self.valve._waits)
                 self.valve.open()
                 self.assert_weights(model, expected)
@@ -772,7 +772,7 @@ class HeldBackTest(unittest.TestCase):
                            "the next step": lambda model, optimizer: optimizer.step()}.items():
             with self.subTest(name):
                 model, optimizer, expected = self.trained()
-                optimizer._binding.session._while_waiting = self.valve.open
+                optimizer._binding.member.session._while_waiting = self.valve.open
                 read(model, optimizer)
                 self.assertIsNone(self.valve._left)
                 self.assert_weights(model, expected)
@@ -781,15 +781,15 @@ class HeldBackTest(unittest.TestCase):
     def test_nobody_waits_for_the_weights_of_a_model_that_has_gone(self):
         """The memory that they are written to stays until the session is closed."""
         model, optimizer, expected = self.trained()
-        session, addresses = weakref.ref(optimizer._binding.session), [
-            place.data_ptr() for place in optimizer._binding.places.places]
-        there, close = [], binding.Session.close
+        session, addresses = weakref.ref(optimizer._binding.member.session), [
+            place.data_ptr() for place in optimizer._binding.member.places.places]
+        there, close = [], ballast.Session.close
 
         def closes(session):
             there.append([place.data_ptr() for place in session._memory] == addresses)
             close(session)
 
-        with mock.patch.object(binding.Session, "close", closes):
+        with mock.patch.object(ballast.Session, "close", closes):
             del model, optimizer
             gc.collect()
         self.assertIsNone(session())
@@ -797,7 +797,7 @@ class HeldBackTest(unittest.TestCase):
 
     def test_an_interrupted_forward_is_done_again(self):
         model, optimizer, expected = self.trained()
-        session = optimizer._binding.session
+        session = optimizer._binding.member.session
         session._while_waiting = lambda: os.kill(os.getpid(), signal.SIGINT)
         with self.assertRaises(KeyboardInterrupt):
             loss_of_layers(model, 7)
@@ -808,12 +808,11 @@ class HeldBackTest(unittest.TestCase):
 
     def test_weights_that_do_not_come_in_time(self):
         model, optimizer, expected = self.trained()
-        optimizer._binding.session.timeout = 0.2
-        with self.assertRaisesRegex(ballast.DeadlineError, "the end of the step did not arrive within 0.2 s") as raised:
+        optimizer._binding.member.session.timeout = 0.2
+        with refused(self, ballast.DeadlineError, varies=True):  # By the job's name, as the next one.
             loss_of_layers(model, 7)
-        self.assertNotIn("\n", str(raised.exception))
         for use in (lambda: loss_of_layers(model, 7), model.state_dict, optimizer.step):
-            with self.assertRaisesRegex(ballast.FailedPreconditionError, r"attach\(\) takes the job's weights"):
+            with refused(self, ballast.FailedPreconditionError, "INTERRUPTED"):
                 use()
         self.assertEqual(optimizer.state_dict()["param_groups"][0]["job_step"], 3)
         self.valve.open()
@@ -834,41 +833,39 @@ class HeldBackTest(unittest.TestCase):
 
     def test_a_fork_whose_weights_did_not_come_says_so(self):
         model, optimizer, _ = self.trained()
-        optimizer._binding.session.timeout = 0.2
+        optimizer._binding.member.session.timeout = 0.2
         for read in (lambda: loss_of_layers(model, 7), model.state_dict):
             child = os.fork()  # It waits for them in vain.
             if child == 0:
-                said = ""
+                reason = "none"
                 try:
                     read()
                 except ballast.FailedPreconditionError as error:
-                    said = str(error)
-                os._exit(0 if "a fork of one whose weights were still coming; call wait_for_weights()" in said else 1)
+                    reason = error.reason
+                os._exit(0 if reason == "" else 1)
             self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
 
     def test_the_service_dies_while_weights_are_coming(self):
         for overlap in (False, True):
             with self.subTest(overlap=overlap):
                 model, optimizer, expected = self.trained(overlap=overlap)
-                self.await_committed(optimizer._settings["job"])
+                self.await_committed(optimizer._options.job)
                 self.kill(processes.children_of(self.service.process.pid)[0])
-                optimizer._binding.session._while_waiting = self.valve.open
+                optimizer._binding.member.session._while_waiting = self.valve.open
                 loss_of_layers(model, 7).backward()
                 self.assert_weights(model, expected)
                 optimizer.step()
-                self.assertEqual(optimizer._binding.step_count, 4)
+                self.assertEqual(optimizer._binding.member.step_count, 4)
                 optimizer.close()
 
     def test_the_service_is_gone_for_good(self):
         model, optimizer, _ = self.trained(reconnect_timeout=0.3)
         self.kill(self.service.process.pid)
         self.valve.open()
-        with self.assertRaisesRegex(ballast.UnavailableError, "step 3: the stream broke .* could not be reopened .*"
-                                                              "check that the service runs") as raised:
+        with refused(self, ballast.UnavailableError, varies=True):
             loss_of_layers(model, 7)
-        self.assertNotIn("\n", str(raised.exception))
         for use in (lambda: loss_of_layers(model, 7), model.state_dict, optimizer.step, optimizer.wait_for_weights):
-            with self.assertRaisesRegex(ballast.FailedPreconditionError, r"attach\(\)"):
+            with refused(self, ballast.FailedPreconditionError, "INTERRUPTED"):
                 use()
 
 

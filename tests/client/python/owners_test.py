@@ -13,6 +13,7 @@ import weakref
 import torch
 import ranks_for_tests  # noqa: F401
 from processes import await_  # Found by the line before.
+from messages import refused
 from torch_test import Model, batch, furthest, loss_of, names, TOLERANCE
 
 import ballast.torch
@@ -58,25 +59,13 @@ class OwnersTest(unittest.TestCase):
                 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
                 train(model, optimizer)
                 self.assertEqual(len(services()), 1)
-                living = [weakref.ref(optimizer), weakref.ref(optimizer._binding), weakref.ref(optimizer._binding.session)]
+                living = [weakref.ref(optimizer), weakref.ref(optimizer._binding), weakref.ref(optimizer._binding.member.session)]
                 del optimizer, schedule
                 self.assertEqual([reference() for reference in living], [None, None, None])
                 self.assertEqual(services(), [])
                 self.assertEqual([parameter for parameter in model.parameters() if parameter._post_accumulate_grad_hooks],
                                  [])
                 self.assertLess(furthest(model, self.reference()), TOLERANCE)
-
-    def test_a_cell_that_is_run_twice(self):
-        for options in _MODES:
-            with self.subTest(options):
-                model, reference = Model(), Model()
-                for _ in range(2):
-                    optimizer = optimizer_of(model, **options)
-                    train(model, optimizer)
-                    other = torch.optim.AdamW(names(reference), lr=0.01)
-                    train(reference, other)
-                optimizer.close()
-                self.assertLess(furthest(model, reference), TOLERANCE)
 
     def test_several_have_one_service_and_a_job_each(self):
         models = [Model() for _ in range(5)]
@@ -155,7 +144,7 @@ class OwnersTest(unittest.TestCase):
                         loss_of(model, batch(4)).backward()
                         self.assertIsNotNone(model.inner.weight.grad)
                         second.step()
-                with self.assertRaisesRegex(RuntimeError, "parameter .* was changed (since the last|during the) step"):
+                with refused(self, RuntimeError):
                     first.step()
                 first.close()
 

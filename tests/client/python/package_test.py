@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The package `ballast` without PyTorch: a service as a child, sessions on arrays, state as arrays."""
 
+import ctypes
 import gc
 import importlib
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "tests/support")]
 import ballast  # noqa: E402
 import processes  # noqa: E402
 from certificates import Authority, Guarded  # noqa: E402
+from messages import refused  # noqa: E402
 
 SHAPES = {"w": (30, 20), "b": (7,), "scalar": ()}
 
@@ -79,9 +80,8 @@ class Package(unittest.TestCase):
         cls.addClassCleanup(cls.service.stop)
 
     def test_without_a_torch_that_it_can_use_it_says_what_to_install(self):
-        for torch, said in ((None, "needs PyTorch 2.6 or newer: pip install torch"),
-                            (types.SimpleNamespace(__version__="2.5.1+cpu"), "and this is 2.5.1+cpu: pip install")):
-            with mock.patch.dict(sys.modules, torch=torch), self.assertRaisesRegex(ImportError, re.escape(said)):
+        for torch in (None, types.SimpleNamespace(__version__="2.5.1+cpu")):
+            with mock.patch.dict(sys.modules, torch=torch), refused(self, ImportError):
                 importlib.import_module("ballast.torch")
 
     def rank(self, name, **more):
@@ -114,12 +114,13 @@ class Package(unittest.TestCase):
         rank = self.rank("summaries")
         rank.start()
         rank.step()
-        planes, step, updates = rank.session.summarise(0)
-        self.assertEqual((list(planes), step, updates), (["master", "exp_avg", "exp_avg_sq"], 1, 1))
-        weights = rank.arrays[0].astype(np.float64)
-        self.assertAlmostEqual(planes["master"].norm, np.linalg.norm(weights), places=9)
-        self.assertEqual((planes["master"].min, planes["master"].max), (weights.min(), weights.max()))
-        self.assertEqual((sum(planes["master"].magnitudes), planes["master"].zeros), (600, 0))
+        summary = ballast.connect(self.service.address).summary("summaries", "w")
+        self.assertEqual((summary["step"], summary["update_count"]), (1, 1))
+        self.assertEqual([plane["plane"] for plane in summary["planes"]], ["MASTER", "EXP_AVG", "EXP_AVG_SQ"])
+        weights, master = rank.arrays[0].astype(np.float64), summary["planes"][0]
+        self.assertAlmostEqual(master["norm"], np.linalg.norm(weights), places=9)
+        self.assertEqual((master["min"], master["max"]), (weights.min(), weights.max()))
+        self.assertEqual((sum(master["magnitude_histogram"]), master["zeros"]), (600, 0))
         rank.session.begin_step()
         rank.session.push_gradients([rank.arrays[0].ctypes.data, None, rank.arrays[2].ctypes.data])
         norm = rank.session.seal()
@@ -134,7 +135,7 @@ class Package(unittest.TestCase):
         client = ballast.connect(self.service.address)
         rank.session.begin_step()
         processes.await_("the step's begin", lambda: client.job("lost")["ranks"][0]["begun"])
-        client._run("abort-step", "lost")
+        client._change("JobService/AbortStep", name="jobs/lost")
         rank.session.push_gradients([array.ctypes.data for array in rank.arrays])
         self.assertIn("could not be kept", rank.session.seal_and_vote().skip_reason)
         rank.session.receive_weights()
@@ -142,7 +143,6 @@ class Package(unittest.TestCase):
         job = client.job("lost")
         self.assertEqual([job[count] for count in ("applied_steps", "skipped_steps", "not_kept_steps",
                                                    "coverage_complete_steps")], [2, 1, 1, 2])
-        self.assertIn("complete in 2 of 3 decided steps; 1 could not be kept", client._run("job", "lost"))
 
     def test_settings_of_a_step_count_from_that_step_on(self):
         rank = self.rank("settings")
@@ -159,41 +159,6 @@ class Package(unittest.TestCase):
         again = self.rank("settings")
         self.assertEqual(again.session.trainer_state, b"a\0b")
         self.assertEqual(again.session.committed_step, 1)
-
-    def test_a_discarded_attempt_is_as_if_it_had_not_been(self):
-        rank = self.rank("discards")
-        rank.start()
-        for _ in range(3):
-            gradients = [np.full_like(array, 7) for array in rank.arrays]
-            rank.session.begin_step(loss_scale=1024.0)
-            rank.session.push_gradients([gradient.ctypes.data for gradient in gradients])
-            rank.session.discard()
-            self.assertTrue(rank.step().applied)
-        for array in rank.arrays:
-            np.testing.assert_allclose(array, adamw(3), rtol=0, atol=2e-6)
-
-    def test_an_undone_step_is_as_if_it_had_not_been(self):
-        rank = self.rank("undone", keep_previous=True)
-        rank.start()
-        rank.step()
-        client = ballast.connect(self.service.address)
-        before = {name: client.state("undone", name, "exp_avg").copy() for name in SHAPES}
-        rank.step()
-        self.assertEqual(rank.session.undo(), 2)
-        with self.assertRaises(ballast.AbortedError):
-            rank.session.read_weights()
-        for name, moment in before.items():
-            np.testing.assert_array_equal(client.state("undone", name, "exp_avg"), moment)
-        self.assertEqual(client.job("undone")["committed_step"], 1)
-
-    def test_a_step_that_is_not_finite_is_skipped_and_says_why(self):
-        rank = self.rank("skipped")
-        rank.start()
-        rank.arrays[1][3] = np.nan
-        decision = rank.step()
-        self.assertFalse(decision.applied)
-        self.assertIn("b", decision.skip_reason)
-        self.assertIn("nan", decision.skip_reason.lower())
 
     def test_two_ranks_share_the_work(self):
         results, errors = {}, []
@@ -229,11 +194,14 @@ class Package(unittest.TestCase):
             self.addCleanup(ranks[-1].close)
         self.assertEqual([session.owned_elements() for session in ranks], [[7], [0]])
         client = ballast.connect(self.service.address)
-        given = {plane: [arrays[0].ctypes.data] for plane in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+
+        def write(parameter, plane, offset, elements, address):
+            ctypes.memmove(address, arrays[0].ctypes.data + 4 * offset, 4 * elements)
+
         for step, session in ((3, ranks[1]), (5, ranks[0])):  # That of the first of them goes with its weights.
             self.assertEqual((client.job("tiny")["phase"], client.job("tiny")["committed_step"]),
-                             ("awaiting_weights", 0))
-            session.upload_state(step, [step], given)
+                             ("AWAITING_WEIGHTS", 0))
+            session.upload_by(write, step=step, update_counts=[step])
         self.assertEqual(client.job("tiny")["committed_step"], 5)
         for session in reversed(ranks):
             session.read_weights()
@@ -256,29 +224,29 @@ class Package(unittest.TestCase):
     def test_errors_are_pythons_kinds_with_one_line(self):
         rank = self.rank("errors")
         rank.start()
-        cases = (
-            (ValueError, "errors", lambda: ballast.Session(self.service.address, job("a/b"), rank.addresses())),
-            (ValueError, "unused_policy", lambda: self.rank("errors", unused_policy="perhaps")),
-            (ValueError, "2 addresses", lambda: ballast.Session(self.service.address, job("x"), [1, 2])),
-            (RuntimeError, "on_abort", lambda: self.rank("errors", on_abort="skip")),
-            (LookupError, "nothing", lambda: self.rank("errors", options=dict(job_uid="nothing"))),
-            (RuntimeError, "BeginStep", lambda: rank.session.seal()),
-            (ValueError, "divisors", lambda: rank.session.begin_step(divisors=[1.0, 2.0])),
-            (ConnectionError, "/no/such", lambda: ballast.connect("unix:/no/such", timeout=1)),
-            (ConnectionError, "/no/such", lambda: Rank("unix:/no/such", "x", options=dict(join_timeout=0.2))),
-            (ballast.BallastError, "nowhere", lambda: ballast.connect(self.service.address).state("nowhere", "w")),
-            (ValueError, "plane", lambda: ballast.connect(self.service.address).state("errors", "w", "color")),
-        )
-        for kind, expected, act in cases:
-            with self.subTest(expected=expected):
-                with self.assertRaises(kind) as raised:
-                    act()
-                self.assertNotIn("\n", str(raised.exception))
-                if kind is not ValueError or expected != "errors":
-                    self.assertIn(expected, str(raised.exception))
+        client = ballast.connect(self.service.address)
+        for pythons, kind, reason, act in (
+                (ValueError, ballast.InvalidArgumentError, "",
+                 lambda: ballast.Session(self.service.address, job("a/b"), rank.addresses())),
+                (ValueError, ValueError, "", lambda: self.rank("errors", unused_policy="perhaps")),
+                (ValueError, ValueError, "", lambda: ballast.Session(self.service.address, job("x"), [1, 2])),
+                (RuntimeError, ballast.FailedPreconditionError, "OTHER_DESCRIPTION",
+                 lambda: self.rank("errors", on_abort="skip")),
+                (RuntimeError, ballast.FailedPreconditionError, "", lambda: rank.session.seal()),
+                (ValueError, ValueError, "", lambda: rank.session.begin_step(divisors=[1.0, 2.0])),
+                (ConnectionError, ballast.UnavailableError, "", lambda: ballast.connect("unix:/no/such", timeout=1)),
+                (ConnectionError, ballast.UnavailableError, "",
+                 lambda: Rank("unix:/no/such", "x", options=dict(join_timeout=0.2))),
+                (LookupError, ballast.NotFoundError, "NO_SUCH_JOB", lambda: client.state("error", "w")),
+                (ValueError, ValueError, "", lambda: client.state("errors", "w", "color"))):
+            self.assertTrue(issubclass(kind, pythons))
+            with self.subTest(kind), refused(self, kind, reason):
+                act()
+        with refused(self, ballast.NotFoundError, "OTHER_JOB", varies=True):  # It says how old the service is.
+            self.rank("errors", options=dict(job_uid="nothing"))
         rank.session.close()
         rank.session.close()
-        with self.assertRaisesRegex(RuntimeError, "the session is closed"):
+        with refused(self, ballast.FailedPreconditionError):
             rank.step()
 
     def test_trains_over_tls_with_a_token_until_it_is_revoked(self):
@@ -294,32 +262,31 @@ class Package(unittest.TestCase):
             self.assertTrue(rank.step().applied)
             client = ballast.connect(service.address, **given)
             self.assertEqual([job["committed_step"] for job in client.jobs()], [1])
-            with self.assertRaisesRegex(PermissionError, "token:test has no role for job other"):
+            with refused(self, ballast.PermissionDeniedError):
                 Rank(service.address, "other", options=given)
-            with self.assertRaisesRegex(PermissionError, "token:test has no role of operator"):
+            with refused(self, ballast.PermissionDeniedError):
                 client.load("mine-1")
-            with self.assertRaisesRegex(LookupError, "there is no job mine-2"):
+            with refused(self, ballast.NotFoundError, "NO_SUCH_JOB"):
                 client.job("mine-2")
             with tempfile.TemporaryDirectory() as folder:
                 wrong = given | dict(tls_ca=str(Authority(pathlib.Path(folder)).certificate))
-                why = re.escape(f"its certificate is not of the authority in {wrong['tls_ca']}, or has expired")
-                with self.assertRaisesRegex(ConnectionError, why):
+                with refused(self, ballast.UnavailableError):
                     ballast.connect(service.address, **wrong)
                 begin = time.monotonic()
-                with processes.written_to_stderr() as said, self.assertRaisesRegex(ConnectionError, why):
+                with processes.written_to_stderr() as said, refused(self, ballast.UnavailableError):
                     Rank(service.address, "mine-1", options=wrong | dict(timeout=600.0, join_timeout=600.0))
                 self.assertLess(time.monotonic() - begin, 300)  # Not by these limits.
                 self.assertEqual(said(), "")
-            with self.assertRaisesRegex(ballast.BallastError, "over TLS or a unix socket only"):
+            with refused(self, ballast.UnavailableError):
                 ballast.connect(service.address, token_file=str(guarded.token))
-            with self.assertRaisesRegex(ballast.BallastError, "wants TLS"):
+            with refused(self, ballast.UnavailableError):
                 ballast.connect(service.address)
             guarded.know()
-            with self.assertRaisesRegex(PermissionError, "knows no such token"):
+            with refused(self, ballast.PermissionDeniedError, code=16, varies=True):  # By the step.
                 for _ in range(3000):
                     rank.step()
                     time.sleep(0.01)
-            with self.assertRaisesRegex(PermissionError, "knows no such token"):
+            with refused(self, ballast.PermissionDeniedError, code=16):
                 ballast.connect(service.address, **given)
 
     def test_a_wait_ends_by_its_timeout_and_by_ctrl_c(self):
@@ -333,12 +300,11 @@ class Package(unittest.TestCase):
 
         rank = first_of_two("timeout")
         rank.session.timeout = 0.3
-        with self.assertRaises(TimeoutError) as raised:
+        with refused(self, ballast.DeadlineError):
             rank.step()
-        self.assertRegex(str(raised.exception), "rank 0 step 1: the decision did not arrive within 0.3 s;")
         full = ballast.DeadlineError("the service left 8 payload bytes unacknowledged for 100ms")
         with mock.patch.object(ballast._native, "call", side_effect=full), \
-                self.assertRaisesRegex(ballast.DeadlineError, "unacknowledged for 0.3 s$"):
+                refused(self, ballast.DeadlineError):
             rank.session.end_gradients(0)
         rank = first_of_two("interrupt")
         rank.session._while_waiting = lambda: os.kill(os.getpid(), signal.SIGINT)
@@ -438,7 +404,7 @@ class Package(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "0\n", ""))
 
     def test_a_service_that_cannot_start_says_why(self):
-        with self.assertRaisesRegex(ConnectionError, "ballastd did not start: .*memory.limit"):
+        with refused(self, ballast.UnavailableError):
             ballast.Service(memory_limit="much")
 
     def test_a_fork_leaves_session_and_service_alone(self):
@@ -456,25 +422,6 @@ class Package(unittest.TestCase):
             os._exit(code)
         self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
         self.assertTrue(rank.step().applied)
-
-    def test_sessions_leave_nothing_behind(self):
-        def used():
-            return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
-
-        def once():
-            rank = Rank(self.service.address, "leaves")
-            rank.start()
-            rank.step()
-            rank.session.close()
-
-        for _ in range(3):
-            once()
-        before = used()
-        for _ in range(20):
-            once()
-        # The transport's threads end when they can.
-        processes.await_(f"an end of what there is beyond {before}", lambda: all(
-            now <= then + 2 for now, then in zip(used(), before)))
 
 
 if __name__ == "__main__":

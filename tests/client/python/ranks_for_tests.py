@@ -1,6 +1,7 @@
 """Ranks of torch.distributed as processes: forks of one that has torch already, since importing it takes longer than
 what they do."""
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -41,8 +42,9 @@ def _lives(pid):
 
 def run_ranks(module, world_size, cases, may_die=()):
     """What module.function(rank, world_size, **options) returns on each rank, through JSON, for each (function,
-    options) of the cases, one after the other: a list by case of lists by rank. AssertionError with what the first
-    rank that failed said; the module is imported by the ranks alone. Of the ranks that may die there is None."""
+    options) of the cases, one after the other: a list by case of lists by rank. AssertionError with what the rank that
+    failed first said, or where those stood that did not end; the module is imported by the ranks alone. Of the ranks
+    that may die there is None."""
     context = multiprocessing.get_context("forkserver")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Of the process that the ranks are forks of.
     context.set_forkserver_preload([module])
@@ -58,13 +60,16 @@ def run_ranks(module, world_size, cases, may_die=()):
         for process in late:
             process.kill()
             process.join()
+        # A rank fails where another has, so the first one is the culprit.
+        errors = sorted(pathlib.Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+        said = [f"rank {path.stem} of {world_size}:\n{path.read_text()}" for path in errors[:1]]
+        said += [f"rank {rank} of {world_size} did not end in {_SECONDS} s:\n"
+                 + pathlib.Path(folder, f"{rank}.stacks").read_text()
+                 for rank, process in enumerate(ranks) if process in late]
+        if said:
+            raise AssertionError("\n".join(said))
         results = []
         for rank, process in enumerate(ranks):
-            said = pathlib.Path(folder, f"{rank}.error")
-            if said.exists():
-                raise AssertionError(f"rank {rank} of {world_size}:\n{said.read_text()}")
-            if process in late:
-                raise AssertionError(f"rank {rank} of {world_size} did not end")
             if rank in may_die:
                 results.append([None] * len(cases))
                 continue
@@ -97,6 +102,8 @@ def _rank(module, rank, world_size, cases, folder):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    stacks = open(f"{folder}/{rank}.stacks", "w")
+    faulthandler.dump_traceback_later(_SECONDS - 30, file=stacks)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
         results = []

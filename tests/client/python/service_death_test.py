@@ -149,7 +149,7 @@ class ServiceDeathTest(unittest.TestCase):
                 self.assertEqual(optimizer.attach(), 1)
                 for parameter, state in theirs.state.items():
                     for plane in ("exp_avg", "exp_avg_sq"):
-                        self.assertTrue(torch.equal(optimizer._binding.read_state(parameter, plane)[0],
+                        self.assertTrue(torch.equal(optimizer._binding.recovery.read_state(parameter, plane)[0],
                                                     state[plane]), (begun, plane))
                 optimizer.close()
         finally:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ballast
 import ballast.torch
-from ballast.torch.binding import Binding
+from ballast.torch.member import Member
 from ballast.torch.moments import part_of
 from fsdp_ranks import TOLERANCE, Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
 
@@ -80,7 +80,7 @@ def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder
     else:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
     group = optimizer.param_groups[0]
-    assert (group["lr"], group["job_step"], optimizer._binding.step_count) == (0.02, 3, 3), group
+    assert (group["lr"], group["job_step"], optimizer._binding.member.step_count) == (0.02, 3, 3), group
     assert all(values["step"] == 3 for values in optimizer.state.values())
     assert schedule is not None
     train(model, optimizer, rank, 3, begin=3)
@@ -106,7 +106,7 @@ def goes_on_from_its_state(rank, world_size, service, job, file, steps):
     """From the state of two steps, whatever the job has done since."""
     model, optimizer = new(job, service, world_size, seed=7)
     optimizer.load_state_dict(torch.load(f"{file}.{rank}", weights_only=True))
-    assert optimizer._binding.step_count == 2, optimizer._binding.step_count
+    assert optimizer._binding.member.step_count == 2, optimizer._binding.member.step_count
     train(model, optimizer, rank, steps, begin=2)
     optimizer.close()
     return digest(model)
@@ -194,7 +194,7 @@ def goes_on_with_the_moments_of_torch(rank, world_size, service, job, sharded=Tr
         for (name, p), (_, q) in zip(named(model), named(continued)):
             assert_near_each(name, whole(p), whole(q), step)
     assert ours.param_groups[0]["job_step"] == 5, ours.param_groups[0]["job_step"]
-    updates = {name: ours._binding.read_state(dict(named(continued))[name], "exp_avg")[1]
+    updates = {name: ours._binding.recovery.read_state(dict(named(continued))[name], "exp_avg")[1]
                for name in ("layers.0.bias", "seldom.bias", "never.bias")}
     assert updates == {"layers.0.bias": 5, "seldom.bias": 2, "never.bias": 0}, updates
     ours.close()
@@ -267,7 +267,7 @@ def dies_in_a_step(rank, world_size, service, job):
     train(model, optimizer, rank, 2)
     dist.barrier()
     if rank == 1:
-        optimizer._binding.session.begin_step()
+        optimizer._binding.member.session.begin_step()
         until(service, job, 1, "begun")
         os._exit(0)
     optimizer.close()
@@ -278,8 +278,8 @@ def takes_ranks_from_the_dead(rank, world_size, service, job):
     """Rank 1 takes its rank from a process that was in a step, which ends the session that rank 0 has opened."""
     model, optimizer = new(job, service, world_size, seed=5)
     if rank == 1:
-        here = Binding._address
-        with mock.patch.object(Binding, "_address", lambda *given: until(service, job, 0, "attached") or here(*given)):
+        here = Member._address
+        with mock.patch.object(Member, "_address", lambda *given: until(service, job, 0, "attached") or here(*given)):
             begin = optimizer.attach()
     else:
         read = ballast.Session.read_weights
@@ -307,7 +307,7 @@ def elastic(folder, service):
     model, optimizer = new("elastic", service, world_size, seed=None if attempt == 0 else 9, timeout=60.0)
     begin = optimizer.attach(create=True)
     if rank == 1 and attempt == 0:
-        session = optimizer._binding.session
+        session = optimizer._binding.member.session
         seal_and_vote = session.seal_and_vote
 
         def die(*arguments, **options):

@@ -9,6 +9,7 @@ import tempfile
 import unittest
 
 from ranks_for_tests import run_ranks  # noqa: F401  Which also lets ballast be found.
+from messages import says
 
 import safetensors
 import safetensors.torch
@@ -45,8 +46,8 @@ class ExportTest(unittest.TestCase):
     def fails(self, *words, code=1):
         done = self.export(*words)
         self.assertEqual((done.returncode, done.stdout), (code, ""))
-        self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
-        return done.stderr
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        says(self, done.stderr.rstrip())
 
     def train_and_save(self, steps=2):
         """The weights in fp32 by name, and the checkpoint."""
@@ -99,17 +100,17 @@ class ExportTest(unittest.TestCase):
         _, checkpoint = self.train_and_save()
         out = self.folder / "out"
         self.exported(checkpoint, out)
-        self.assertIn("nothing is overwritten", self.fails(checkpoint, out))
+        self.fails(checkpoint, out)
         self.assertEqual(os.listdir(out), ["model.safetensors"])
         new = self.folder / "new"
-        self.assertIn("--dtype is 'int8'; expected bf16 or fp32", self.fails(checkpoint, new, "--dtype=int8", code=2))
-        self.assertIn("--file-gb", self.fails(checkpoint, new, "--file-gb=0", code=2))
-        self.assertIn(str(self.folder / "none"), self.fails(self.folder / "none", new))
+        self.fails(checkpoint, new, "--dtype=int8", code=2)
+        self.fails(checkpoint, new, "--file-gb=0", code=2)
+        self.fails(self.folder / "none", new)
         master = pathlib.Path(checkpoint, "master.safetensors")
         damaged = bytearray(master.read_bytes())
         damaged[-1] ^= 1
         master.write_bytes(damaged)
-        self.assertIn("does not match the checksum", self.fails(checkpoint, new))
+        self.fails(checkpoint, new)
         self.assertEqual({path.name for path in self.folder.iterdir()}, {"saved", "out"})
 
 

@@ -55,7 +55,7 @@ class MemoryTest(unittest.TestCase):
         self.assertLess(most_memory(lambda: optimizer.attach(create=True)), 4 * elements / 2)
         # Where the service is late with a place in shared memory, the session keeps what it is to send: not in each step.
         self.assertLess(min(most_memory(optimizer.step) for _ in range(5)), 2 * elements * 3 / 4)
-        self.assertTrue(optimizer._binding.session.shares_memory)
+        self.assertTrue(optimizer._binding.member.session.shares_memory)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def error_of(work):
     try:
         work()
     except Exception as error:
-        return [type(error).__name__, str(error), time.monotonic() - begun]
-    return ["none", "", time.monotonic() - begun]
+        return [type(error).__name__, str(error), time.monotonic() - begun, getattr(error, "reason", "")]
+    return ["none", "", time.monotonic() - begun, ""]
 
 
 def disagree(rank, world_size, service, job, about):
@@ -155,7 +155,7 @@ def closes_the_job(rank, world_size, service, job, saves):
     model = model_of()
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
     train(ddp(model), optimizer, rank, 2)
-    session, peers = optimizer._binding.session, optimizer._binding.peers
+    session, peers = optimizer._binding.member.session, optimizer._binding.member.peers
     save, meet = session.save, peers.meet
 
     def save_for_long(directory):
@@ -187,7 +187,7 @@ def service_goes_away(rank, world_size, service, job, pid):
     parallel = ddp(model)
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
     train(parallel, optimizer, rank, 2)
-    optimizer._binding.session.timeout = 3.0
+    optimizer._binding.member.session.timeout = 3.0
     dist.barrier()
     if rank == 0:
         kill_service(pid)
@@ -214,7 +214,7 @@ def leaves_early(rank, world_size):
         return service.ended is not None
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
-        optimizer._binding.session.read_weights()
+        optimizer._binding.member.session.read_weights()
     optimizer.close()
     return True
 
@@ -270,7 +270,7 @@ def is_interrupted(rank, world_size, service, job):
     if rank == 1:
         return "did no step"
     backward(model, 0, rank)
-    optimizer._binding.session._while_waiting = lambda: os.kill(os.getpid(), signal.SIGINT)
+    optimizer._binding.member.session._while_waiting = lambda: os.kill(os.getpid(), signal.SIGINT)
     try:
         optimizer.step()
     except KeyboardInterrupt:

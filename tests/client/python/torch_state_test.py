@@ -9,6 +9,7 @@ import tempfile
 import unittest
 
 from ranks_for_tests import ROOT, RanksTest, run_ranks
+from messages import says
 
 _TORCHRUN_SECONDS = 300
 
@@ -37,12 +38,10 @@ class StateTest(StatesTest):
                    ("a_state_is_placed_as_the_parameters", {}))
 
     def test_moments_that_differ_by_rank(self):
-        for text in self.ranks(2, ("moments_of_each_rank_are_refused", {}))[0]:
-            self.assertIn("its moments", text)
+        says(self, *self.ranks(2, ("moments_of_each_rank_are_refused", {}))[0])
 
     def test_weights_that_were_written_meanwhile(self):
-        for text in self.ranks(2, ("written_weights_are_found", {}))[0]:
-            self.assertIn("parameter embedding.weight was changed since the last step", text)
+        says(self, *self.ranks(2, ("written_weights_are_found", {}))[0])
 
 
 class ElasticTest(StatesTest):

@@ -20,10 +20,11 @@ import torch
 from torch.nn import functional
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "client/python"))
+sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "tests/support")]
 
 import ballast  # noqa: E402
 import ballast.torch  # noqa: E402
+from messages import refused  # noqa: E402
 
 # Of fp32 weights after some steps with the same gradients, as a share of a parameter's largest: both round, in
 # another order.
@@ -120,14 +121,6 @@ class TorchTest(unittest.TestCase):
                 self.train_both(ours, mine, theirs, reference, 10, seldom=True)
                 self.assertLess(furthest(ours, theirs), TOLERANCE)
 
-    def test_a_run_of_its_own_has_torchs_losses(self):
-        ours, theirs = Model(), Model()
-        mine = self.train(ours, self.optimizer(ours, lr=0.01), 30)
-        reference = self.train(theirs, torch.optim.AdamW(names(theirs), lr=0.01), 30)
-        self.assertLess(reference[-1], reference[0])
-        for a, b in zip(mine, reference):
-            self.assertAlmostEqual(a, b, places=4)
-
     def test_speculation_gives_the_same_bits(self):
         results = []
         for update in ("wait", "speculate"):
@@ -161,7 +154,7 @@ class TorchTest(unittest.TestCase):
             self.assertLess((p.double() - q.double()).abs().max().item(), 2 ** -7 * q.double().abs().max().item())
         client = ballast.connect(self.service.address)
         name = names(ours)[0][0]
-        master = torch.from_numpy(client.state(mine._settings["job"], name))
+        master = torch.from_numpy(client.state(mine._options.job, name))
         self.assertLess((master - masters[0].detach()).abs().max().item(), 1e-5)
         self.assertTrue(torch.equal(master.bfloat16(), names(ours)[0][1]))
 
@@ -183,7 +176,7 @@ class TorchTest(unittest.TestCase):
                 schedule.step()
         self.assertLess(furthest(ours.embedding, theirs.embedding), 2e-2)  # Behind a layer in bf16.
         self.assertLess(furthest(ours.inner, theirs.inner), 2e-2)
-        groups = ballast.connect(self.service.address).groups(mine._settings["job"])
+        groups = ballast.connect(self.service.address).groups(mine._options.job)
         self.assertEqual([group["name"] for group in groups["groups"]],
                          ["0.float32", "0.bfloat16", "1.float32", "1.bfloat16"])
 
@@ -201,7 +194,7 @@ class TorchTest(unittest.TestCase):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
         self.assertEqual(mine.state_dict()["param_groups"][0]["job_step"], 3)
         models[0].exact.requires_grad_(True).grad = torch.ones(3, dtype=torch.float64)
-        with self.assertRaisesRegex(ValueError, "exact is torch.float64"):
+        with refused(self, ValueError):
             mine.step()
         models[0].exact.requires_grad_(False)
         self.train(models[0], mine, 1, 3)
@@ -340,7 +333,7 @@ class TorchTest(unittest.TestCase):
                 self.step_scaled(ours, mine, scaler, step, unscales)
                 if step != 4:
                     self.train(theirs, reference, 1, step)
-                self.assertEqual(mine._binding.step_count, step + (step < 4))
+                self.assertEqual(mine._binding.member.step_count, step + (step < 4))
             self.assertEqual(scaler.get_scale(), 1024.0 * 2 / 2 * 2)  # Grown, halved, grown.
             self.assertLess(furthest(ours, theirs), TOLERANCE)
 
@@ -396,14 +389,14 @@ class TorchTest(unittest.TestCase):
         running = self.optimizer(first, job="attach")
         self.train(first, running, 1)
         second = Model()
-        with self.assertRaisesRegex(RuntimeError, r"already at step 1: call attach\(\)"):
+        with refused(self, ballast.FailedPreconditionError):
             self.train(second, self.optimizer(second, job="attach"), 1)
         self.train(first, running, 1, begin=1)  # A run that is refused has taken nothing from it.
         optimizer = self.optimizer(second, job="attach")
         optimizer.attach()
         self.assertEqual(furthest(second, first), 0)
         self.train(second, optimizer, 1, begin=2)
-        with self.assertRaisesRegex(LookupError, r"no job unknown \(there are: .*attach.*\); attach\(create"):
+        with refused(self, ballast.NotFoundError, varies=True):  # It lists the jobs that are there.
             self.optimizer(Model(), job="unknown").attach()
         self.assertNotIn("unknown", [job["name"] for job in ballast.connect(self.service.address).jobs()])
 
@@ -411,7 +404,7 @@ class TorchTest(unittest.TestCase):
         model = Model()
         optimizer = self.optimizer(model, job="bound")
         self.train(model, optimizer, 1)
-        with self.assertRaisesRegex(RuntimeError, "bound to job bound already: `ballast load bound nothing/step-7`"):
+        with refused(self, ballast.FailedPreconditionError):
             optimizer.attach(resume="nothing/step-7")
         for resume in (True, "bound"):  # Of which a job that has weights goes on.
             self.assertEqual(optimizer.attach(resume=resume), 1)
@@ -422,7 +415,7 @@ class TorchTest(unittest.TestCase):
         running = self.optimizer(model, job="decoupled")
         self.train(model, running, 1)
         given = {"lr": 1e-3, "service": self.service.address, "job": "decoupled"}
-        with self.assertRaisesRegex(RuntimeError, "the optimizer of group .* is AdamW here and Adam there"):
+        with refused(self, ballast.FailedPreconditionError, "OTHER_DESCRIPTION"):
             ballast.torch.Adam(names(Model()), **given).attach()
         self.train(model, running, 1, begin=1)  # Which goes on.
 
@@ -431,9 +424,9 @@ class TorchTest(unittest.TestCase):
         loser, taker = self.optimizer(first), self.optimizer(second)
         self.train(first, loser, 2)
         self.assertEqual(taker.attach(), 2)
-        with self.assertRaisesRegex(ballast.AbortedError, "attached again"):
+        with refused(self, ballast.AbortedError, "STREAM_REPLACED"):
             self.train(first, loser, 1, begin=2)
-        with self.assertRaisesRegex(RuntimeError, r"interrupted; attach\(\) takes the job's weights"):
+        with refused(self, ballast.FailedPreconditionError, "INTERRUPTED"):
             loser.step()
         self.train(second, taker, 1, begin=2)
         taker.close()
@@ -443,10 +436,6 @@ class TorchTest(unittest.TestCase):
         loser.close()
         self.assertEqual(taker.attach(), 4)  # Its own step is no state that was loaded.
         self.assertEqual(furthest(first, second), 0)
-        with mock.patch.object(taker._binding.session, "end_gradients",
-                               side_effect=ballast.AbortedError("a new process has taken rank 0 of job x")):
-            with self.assertRaisesRegex(ballast.AbortedError, "of job x; .*give each training a job= of its own"):
-                self.train(second, taker, 1, begin=4)
 
     def test_a_session_that_ends_before_the_step_has_begun_is_opened_again(self):
         model, call = Model(), ballast._native.call
@@ -460,29 +449,10 @@ class TorchTest(unittest.TestCase):
 
         with mock.patch.object(ballast._native, "call", gone), self.assertRaises(ballast.UnavailableError):
             self.train(model, optimizer, 1)
-        session = optimizer._binding.session
+        session = optimizer._binding.member.session
         self.assertEqual(optimizer.attach(), 2)
-        self.assertIsNot(optimizer._binding.session, session)
+        self.assertIsNot(optimizer._binding.member.session, session)
         self.train(model, optimizer, 1, begin=2)
-
-        # An interrupted call leaves no other in its session.
-        reads = threading.Event()
-
-        def slow(name, *arguments):
-            if name == "ballast_read_state":
-                reads.wait()
-            return call(name, *arguments)
-
-        def interrupt():
-            raise KeyboardInterrupt
-
-        with mock.patch.object(ballast._native, "call", slow), \
-                mock.patch.object(optimizer._binding.session, "_while_waiting", interrupt):
-            with self.assertRaises(KeyboardInterrupt):
-                optimizer._binding.read_state(model.inner.weight, "exp_avg")
-        reads.set()
-        self.assertEqual(optimizer.attach(), 3)
-        self.train(model, optimizer, 1, begin=3)
 
     def test_an_exit_leaves_a_session_whose_thread_is_in_a_call(self):
         model = Model()
@@ -490,7 +460,7 @@ class TorchTest(unittest.TestCase):
             optimizer = self.optimizer(model)
             self.train(model, optimizer, 1)
         (close,) = [call.args[0] for call in register.call_args_list if "binding" in call.args[0].__module__]
-        session = optimizer._binding.session
+        session = optimizer._binding.member.session
         session._calling = True  # As in a daemon thread.
         close()
         self.assertTrue(session._handle)
@@ -513,7 +483,7 @@ class TorchTest(unittest.TestCase):
         optimizer = self.optimizer(Model(), job="ended-always")
         with mock.patch.object(ballast.Session, "read_weights",
                                side_effect=ballast.AbortedError("another rank was taken")) as reads:
-            with self.assertRaisesRegex(ballast.AbortedError, "another rank was taken"):
+            with refused(self, ballast.AbortedError):
                 optimizer.attach(create=True)
         self.assertEqual(reads.call_count, 6)
         self.assertEqual(optimizer.attach(create=True), 0)
@@ -525,11 +495,11 @@ class TorchTest(unittest.TestCase):
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)  # Of now: nothing is to be done.
         self.train(model, optimizer, 1)
-        with self.assertRaisesRegex(RuntimeError, "is at step 2, the state that was loaded at step 1"):
+        with refused(self, ballast.FailedPreconditionError):
             self.optimizer(Model(), job="mine").load_state_dict(state)
-        with self.assertRaisesRegex(LookupError, "the state that was loaded is of job mine, and not of other"):
+        with refused(self, ballast.NotFoundError):
             self.optimizer(Model(), job="other").load_state_dict(state)
-        with self.assertRaisesRegex(RuntimeError, "already made steps"):
+        with refused(self, ballast.FailedPreconditionError):
             optimizer.load_state_dict(state)
 
     def test_a_state_gives_no_parameter_the_weights_of_another(self):
@@ -546,9 +516,8 @@ class TorchTest(unittest.TestCase):
                 state = optimizer.state_dict()
                 optimizer.close()
                 made, optimizer = optimizer_of(other, job, a=3.0, b=4.0)
-                with self.assertRaisesRegex(ballast.BallastError, r"\b[ab]\b") as raised:
+                with refused(self, ballast.FailedPreconditionError, "OTHER_DESCRIPTION"):
                     optimizer.load_state_dict(state)
-                self.assertNotIn("\n", str(raised.exception))
                 self.assertEqual([made[name].tolist() for name in "ab"], [[3.0] * 3, [4.0] * 3])
                 # Where the names are others, they are found by their order, as in torch.
                 made, optimizer = optimizer_of([group.replace("a", "x").replace("b", "y") for group in saved], job,
@@ -564,15 +533,6 @@ class TorchTest(unittest.TestCase):
         optimizer.attach(create=True)
         self.assertEqual(ballast.connect(self.service.address).state("of-its-own-names", "y").tolist(), [4.0] * 3)
 
-    def test_a_copy_is_of_its_settings_and_never_of_its_session(self):
-        ours, theirs = Model(), Model()
-        optimizer = self.optimizer(theirs, lr=0.01)
-        model, other = copy.deepcopy((theirs, optimizer))
-        self.addCleanup(other.close)
-        self.train(model, other, 2)
-        self.train(ours, torch.optim.AdamW(names(ours), lr=0.01), 2)
-        self.assertLess(furthest(model, ours), TOLERANCE)
-
     # ------------------------------------------------------------ bad input
 
     def test_arguments_are_refused_as_torch_refuses_them(self):
@@ -585,26 +545,21 @@ class TorchTest(unittest.TestCase):
                 with self.assertRaises(ValueError) as ours:
                     ballast.torch.AdamW(names(model), **options)
                 self.assertEqual(str(ours.exception), str(theirs.exception))
-        for parameters, message in (
-                ([], "empty parameter list"),
-                ([("z", torch.zeros(2, dtype=torch.complex64, requires_grad=True))], "complex"),
-                ([("z", torch.zeros(2, dtype=torch.float64, requires_grad=True))], "float64"),
-                ([dict(params=[("a", model.scalar)]), dict(params=[("b", model.scalar)])], "more than one parameter")):
-            with self.assertRaisesRegex(ValueError, message):
+        for parameters in ([], [("z", torch.zeros(2, dtype=torch.complex64, requires_grad=True))],
+                           [("z", torch.zeros(2, dtype=torch.float64, requires_grad=True))],
+                           [dict(params=[("a", model.scalar)]), dict(params=[("b", model.scalar)])]):
+            with refused(self, ValueError):
                 ballast.torch.AdamW(parameters)
-        for options, message in ((dict(capturable=True), "capturable"), (dict(max_norm=0.0), "max_norm"),
-                                 (dict(update="later"), "update"), (dict(service="x:1"), "job=")):
-            with self.assertRaisesRegex(ValueError, message):
+        for options in (dict(capturable=True), dict(max_norm=0.0), dict(update="later"), dict(service="x:1")):
+            with refused(self, ValueError):
                 ballast.torch.AdamW(names(model), **options)
 
     def test_it_says_who_it_is_with_the_files_that_it_is_given(self):
         model = Model()
-        for options, message in ((dict(token_file="/no/token"), "over TLS or a unix socket only"),
-                                 (dict(tls_ca="/no/ca.pem"), "/no/ca.pem cannot be read"),
-                                 (dict(tls_cert="/no/a.pem"), "give both")):
+        for options in (dict(token_file="/no/token"), dict(tls_ca="/no/ca.pem"), dict(tls_cert="/no/a.pem")):
             optimizer = ballast.torch.AdamW(names(model), service="127.0.0.1:1", job="x", **options)
             self.addCleanup(optimizer.close)
-            with self.assertRaisesRegex(ValueError, message):
+            with refused(self, ballast.InvalidArgumentError):
                 self.train(model, optimizer, 1)
 
     def test_what_changes_behind_its_back_is_told(self):
@@ -617,18 +572,18 @@ class TorchTest(unittest.TestCase):
         model, optimizer = trained("behind")
         with torch.no_grad():
             model.scalar.mul_(2)
-        with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
+        with refused(self, RuntimeError):
             self.train(model, optimizer, 1)
         model, optimizer = trained("moved")
         model.scalar.data = model.scalar.data * 3  # Autograd is not told of this one.
-        with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
+        with refused(self, RuntimeError):
             self.train(model, optimizer, 1)
         for number, write in enumerate((lambda p: p.data.clamp_(-0.01, 0.01), lambda p: p.data.zero_(),
                                         lambda p: p.data.fill_(torch.nan))):  # Nor of these.
             model, optimizer = trained(f"data{number}")
             before = model.inner.weight.detach().clone()
             write(model.inner.weight)
-            with self.assertRaisesRegex(RuntimeError, "parameter inner.weight was changed"):
+            with refused(self, RuntimeError):
                 self.train(model, optimizer, 1)
             model.inner.weight.data.copy_(before)
             self.train(model, optimizer, 1)
@@ -636,7 +591,7 @@ class TorchTest(unittest.TestCase):
         reference, other = trained("not-replaced")
         another = Model()
         optimizer.param_groups[0]["params"] = [parameter for _, parameter in names(another)]  # As accelerate does it.
-        with self.assertRaisesRegex(RuntimeError, r"have other parameters than .*call attach\(\) after"):
+        with refused(self, ballast.FailedPreconditionError):
             self.train(another, optimizer, 1, begin=2)
         self.assertEqual(optimizer.attach(), 2)
         self.train(another, optimizer, 1, begin=2)
@@ -645,33 +600,16 @@ class TorchTest(unittest.TestCase):
         for name in ("amsgrad", "decoupled_weight_decay"):
             then = optimizer.param_groups[0][name]
             optimizer.param_groups[0][name] = not then
-            with self.assertRaisesRegex(RuntimeError, f"{name} of param group 0 was {then} when the job was made"):
+            with refused(self, RuntimeError):
                 self.train(another, optimizer, 1)
             optimizer.param_groups[0][name] = then
         self.train(another, optimizer, 1)
         model, optimizer = trained("captured")
         with mock.patch("torch.cuda.is_available", return_value=True), \
                 mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
-            with self.assertRaisesRegex(RuntimeError, "which a CUDA graph cannot record"):
+            with refused(self, RuntimeError):
                 optimizer.step()
         self.train(model, optimizer, 1, begin=2)
-
-    def test_weights_that_the_trainer_writes_begin_another_job_with_the_same_moments(self):
-        ours, theirs = Model(), Model()
-        first = self.optimizer(ours, job="before", full_state=True)
-        reference = torch.optim.AdamW(names(theirs))
-        self.train(ours, first, 3)
-        self.train(theirs, reference, 3)
-        state = first.state_dict()
-        first.close()
-        for model in (ours, theirs):
-            model.inner.weight.data.clamp_(-0.1, 0.1)
-        second = self.optimizer(ours, job="after", full_state=True)
-        second.load_state_dict(state)
-        self.train(ours, second, 3, begin=3)
-        self.train(theirs, reference, 3, begin=3)
-        self.assertLess(furthest(ours, theirs), 1e-4)
-        self.assertEqual(second.param_groups[0]["job_step"], 6)
 
     def test_a_gradient_that_cannot_be_sent_is_told_and_the_next_step_goes_on(self):
         for overlap in (False, True):
@@ -688,15 +626,13 @@ class TorchTest(unittest.TestCase):
                 model.seldom.grad = torch.ones(5, dtype=torch.bfloat16)
                 model.seldom.data = weights
 
-            for step, (spoil, message) in enumerate((
-                    (None, ""), (sparse, "seldom is sparse"),
-                    (other_dtype, "seldom is torch.bfloat16, the parameter torch.float32"))):
+            for step, spoil in enumerate((None, sparse, other_dtype)):
                 weights = model.seldom.data
                 if spoil is not None:
                     with self.subTest(overlap=overlap, spoiled=spoil.__name__):
                         for twice in range(2):
                             spoil()
-                            with self.assertRaisesRegex(RuntimeError, message):
+                            with refused(self, RuntimeError):
                                 optimizer.step()
                         optimizer.zero_grad()
                         model.seldom.grad = None
@@ -710,11 +646,9 @@ class TorchTest(unittest.TestCase):
         optimizer = self.optimizer(model, service="127.0.0.1:1", job="x", timeout=5.0)
         loss_of(model, batch(0)).backward()
         begun = time.monotonic()
-        with self.assertRaises(ConnectionError) as raised:
+        with refused(self, ballast.UnavailableError):
             optimizer.step()
         self.assertLess(time.monotonic() - begun, 60)
-        self.assertNotIn("\n", str(raised.exception))
-        self.assertIn("127.0.0.1:1", str(raised.exception))
 
     # ------------------------------------------------------------ around it
 
@@ -724,13 +658,13 @@ class TorchTest(unittest.TestCase):
         self.train(ours, optimizer, 3)
         self.train(theirs, torch.optim.AdamW(names(theirs)), 3)
         self.assertLess(furthest(ours, theirs), TOLERANCE)
-        self.assertTrue(optimizer._binding.session.shares_memory)
+        self.assertTrue(optimizer._binding.member.session.shares_memory)
         pid = optimizer._kept.service.pid
         with self.assertWarnsRegex(UserWarning, "only within this run: .*checkpoint_dir"):
             state = optimizer.state_dict()
         optimizer.close()
         self.assertFalse(pathlib.Path("/proc", str(pid)).exists())
-        with self.assertRaisesRegex(LookupError, r"of step 3 .*ended with its run \(service=None\): give service="):
+        with refused(self, ballast.NotFoundError):
             self.optimizer(Model(), service=None, job=None).load_state_dict(state)
 
     def test_a_service_of_its_own_outlives_a_step_that_was_interrupted(self):
@@ -738,7 +672,7 @@ class TorchTest(unittest.TestCase):
         optimizer = self.optimizer(ours, service=None, job=None)
         self.train(ours, optimizer, 2)
         pid = optimizer._kept.service.pid
-        with mock.patch.object(optimizer._binding.session, "seal_and_vote", side_effect=KeyboardInterrupt):
+        with mock.patch.object(optimizer._binding.member.session, "seal_and_vote", side_effect=KeyboardInterrupt):
             with self.assertRaises(KeyboardInterrupt):
                 self.train(ours, optimizer, 1)
         with mock.patch.object(ballast.Session, "read_weights", side_effect=KeyboardInterrupt):
@@ -765,23 +699,6 @@ class TorchTest(unittest.TestCase):
                 loss_of(model, tokens).backward()
                 optimizer.step()
         self.assertEqual(furthest(*models), 0)
-
-    def test_a_fork_leaves_its_parents_optimizer_alone(self):
-        model = Model()
-        optimizer = self.optimizer(model, service=None, job=None)
-        self.train(model, optimizer, 1)
-        child = os.fork()
-        if child == 0:
-            said = ""
-            try:
-                self.train(model, optimizer, 1, begin=1)
-            except RuntimeError as error:
-                said = str(error)
-            optimizer.close()
-            os._exit(0 if "is its fork" in said and "\n" not in said else 1)
-        self.assertEqual(os.waitpid(child, 0)[1], 0)
-        self.train(model, optimizer, 1, begin=1)
-        self.assertEqual(optimizer.param_groups[0]["job_step"], 2)
 
     def test_a_fork_cannot_open_sessions_of_its_own(self):
         model = Model()

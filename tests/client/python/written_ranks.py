@@ -45,7 +45,7 @@ def like_torch(rank, world_size, service, job, sharded, **options):
 
 
 def one_does_not(rank, world_size, service, job):
-    """Rank 0 alone sends weights. What each is told."""
+    """Rank 0 alone sends weights. The code of what each is told."""
     model = model_of()
     parallel = ddp(model)
     optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.01, service=service, job=job, timeout=LONGEST)
@@ -56,5 +56,5 @@ def one_does_not(rank, world_size, service, job):
             optimizer.send_weights()
         optimizer.step()  # Without a backward, in which the ranks would wait for each other.
     except ballast.FailedPreconditionError as error:
-        return str(error)
-    return ""
+        return error.code
+    return 0

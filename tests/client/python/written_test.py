@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from ranks_for_tests import run_ranks
+from messages import refused
 from torch_test import Model, batch, furthest, loss_of, names, TOLERANCE
 
 import ballast.torch
@@ -142,7 +143,7 @@ class WrittenTest(unittest.TestCase):
         optimizer.step()
         optimizer.step()  # Nothing was written.
         kept.zero_()
-        with self.assertRaisesRegex(RuntimeError, "exp_avg was read from the optimizer's state before the last step"):
+        with refused(self, RuntimeError):
             optimizer.step()
         del kept
         optimizer.step()
@@ -151,13 +152,13 @@ class WrittenTest(unittest.TestCase):
         model = Model()
         optimizer = ballast.torch.AdamW(names(model), service=self.service.address, job="before")
         self.addCleanup(optimizer.close)
-        with self.assertRaisesRegex(KeyError, "exp_avg: there is none before"):
+        with refused(self, KeyError):
             optimizer.state[model.scalar]["exp_avg"]
         self.assertEqual(optimizer.state[model.scalar].get("exp_avg", 3), 3)
         self.assertEqual(list(optimizer.state[model.scalar]), ["step"])
         optimizer.state[model.scalar]["exp_avg"] = torch.zeros(())
         loss_of(model, batch(0)).backward()
-        with self.assertRaisesRegex(RuntimeError, "state of parameter .*scalar was put in before the first step"):
+        with refused(self, RuntimeError):
             optimizer.step()
 
     def test_what_no_update_leaves_is_refused(self):
@@ -167,13 +168,11 @@ class WrittenTest(unittest.TestCase):
         loss_of(model, batch(0)).backward()
         optimizer.step()
         before = planes_of(optimizer, model.inner.weight)
-        for key, value, told in (("exp_avg_sq", -1.0, "exp_avg_sq of .*inner.weight is -1"),
-                                 ("exp_avg", float("nan"), "exp_avg of .*inner.weight is nan"),
-                                 ("step", 9.0, "9 updates; at step 1 it may have 0 to 1")):
+        for key, value in (("exp_avg_sq", -1.0), ("exp_avg", float("nan")), ("step", 9.0)):
             with self.subTest(key):
                 optimizer.state[model.inner.weight][key] = torch.full_like(before["exp_avg"], value) \
                     if key != "step" else torch.tensor(value)
-                with self.assertRaisesRegex(ballast.InvalidArgumentError, told):
+                with refused(self, ballast.InvalidArgumentError):
                     optimizer.step()
                 optimizer.attach()
                 self.assertTrue(all(torch.equal(before[plane], value)
@@ -246,10 +245,9 @@ class WrittenTest(unittest.TestCase):
         train(reference, other, 0)
         with torch.no_grad():
             model.inner.weight.mul_(2)
-        with self.assertRaisesRegex(RuntimeError, "inner.weight was changed .* send_weights\\(\\) .* attach\\(\\)"):
+        with refused(self, RuntimeError):
             train(model, optimizer, 1)
         optimizer.attach()  # The service's are back.
-        self.assertEqual(furthest(model, reference), furthest(model, reference))
         self.assertLess(furthest(model, reference), TOLERANCE)
         with torch.no_grad():
             for each in (model, reference):
@@ -259,7 +257,7 @@ class WrittenTest(unittest.TestCase):
             train(model, optimizer, step)
             train(reference, other, step)
         self.assertLess(furthest(model, reference), TOLERANCE)
-        with self.assertRaisesRegex(ValueError, "none of the parameters"):
+        with refused(self, ValueError):
             optimizer.send_weights([torch.zeros(2)])
 
     def test_a_state_that_is_saved_after_a_write_has_it(self):
@@ -288,8 +286,7 @@ class WrittenTest(unittest.TestCase):
         *alike, told = run_ranks("written_ranks", 2, cases)
         for of_ranks, case in zip(alike, cases):
             self.assertLess(max(of_ranks), TOLERANCE, case)
-        for each in told:
-            self.assertIn("all ranks write the same before they begin the step", each)
+        self.assertEqual(told, [9, 9])  # FAILED_PRECONDITION; which reason depends on who is first.
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "tests/client/session/scripted_session.h"
+#include "tests/support/messages.h"
 
 namespace ballast::client {
 namespace {
 
 using testing::ElementsAre;
-using testing::HasSubstr;
 
 class DiscardTest : public ScriptedSession {
  protected:
@@ -65,8 +65,7 @@ TEST_F(DiscardTest, EndsTheAttemptAndTheNextCarriesItsNumber) {
   ASSERT_TRUE(Discard().ok());
   EXPECT_EQ(released, 1);
   // Nothing is open until the next attempt is begun.
-  EXPECT_THAT(PushChunk(0),
-              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("Push before BeginStep")));
+  EXPECT_TRUE(Refused(PushChunk(0), absl::StatusCode::kFailedPrecondition));
   EXPECT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(session_->BeginStep({.scale = {.loss_scale = 8}}).ok());
   ASSERT_TRUE(PushChunk(1).ok());
@@ -83,41 +82,15 @@ TEST_F(DiscardTest, EndsTheAttemptAndTheNextCarriesItsNumber) {
                           "end 5 attempt 1 micro-step 0", "seal 5 attempt 1 of 1", "begin 6"));
 }
 
-TEST_F(DiscardTest, CountsBeforeTheStepIsBegun) {
-  ASSERT_TRUE(Open().ok());
-  ASSERT_TRUE(Discard().ok());
-  ASSERT_TRUE(Discard(5, 1).ok());
-  ASSERT_TRUE(session_->BeginStep({}).ok());
-  EXPECT_THAT(fake_->names(1),
-              ElementsAre("open", "discard 5", "discard 5 attempt 1", "begin 5 attempt 2"));
-}
-
-TEST_F(DiscardTest, OfADecidedStepIsRefused) {
-  OpenAndBegin();
-  std::thread service = When("discard 5", [&] { Decide(5, false); });
-  EXPECT_THAT(session_->Discard(),
-              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("step 5 is decided")));
-  service.join();
-  EXPECT_THAT(session_->Discard(),
-              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("receive its weights")));
-  Commit(5);
-  EXPECT_TRUE(session_->ReceiveWeights().ok());
-  EXPECT_EQ(session_->committed_step(), 5u);
-  ASSERT_TRUE(session_->BeginStep({}).ok());
-  EXPECT_THAT(fake_->names(1), ElementsAre("open", "begin 5", "discard 5", "begin 6"));
-}
-
 TEST_F(DiscardTest, ThatIsNotAnsweredInTimeIsWaitedForAgain) {
   options_.seal_timeout = absl::Milliseconds(1);
   OpenAndBegin();
   ASSERT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_THAT(session_->Discard(),
-              IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("the answer to the discard")));
+  EXPECT_TRUE(Refused(session_->Discard(), absl::StatusCode::kDeadlineExceeded));
   for (const absl::Status& status :
        {session_->Seal(1, SmallVote()).status(), session_->EndMicroStep(0, {}),
         session_->BeginStep({}), session_->ReadWeights()}) {
-    EXPECT_THAT(status,
-                IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("call Discard again")));
+    EXPECT_TRUE(Refused(status, absl::StatusCode::kFailedPrecondition));
   }
   TellDiscarded(5, 1);
   EXPECT_TRUE(session_->BeginStep({}).ok());
@@ -193,30 +166,11 @@ TEST_F(DiscardTest, IsSentAgainOnANewStreamWhateverTheServiceHasOfIt) {
   }
 }
 
-TEST_F(DiscardTest, WhatIsLoggedOfADiscardedAttemptIsNotSentOnANewStream) {
-  OpenAndBegin();
-  ASSERT_TRUE(Discard().ok());
-  ASSERT_TRUE(session_->BeginStep({}).ok());
-  ASSERT_TRUE(PushChunk(2).ok());
-  for (const uint64_t open_step : {0, 5}) {
-    const size_t stream = open_step == 0 ? 2 : 3;
-    fake_->opened = {At(1, open_step)};
-    fake_->Break(absl::UnavailableError("connection lost"));
-    ASSERT_TRUE(fake_->AwaitStream(stream, open_step == 0 ? 3 : 2));
-    if (open_step == 0) {
-      EXPECT_THAT(fake_->names(2),
-                  ElementsAre("open", "begin 5 attempt 1", "gradient 5 attempt 1 chunk 2 [0, 1)"));
-    } else {
-      EXPECT_THAT(fake_->names(3), ElementsAre("open", "gradient 5 attempt 1 chunk 2 [0, 1)"));
-    }
-  }
-}
-
 TEST_F(DiscardTest, ThatNobodyAskedForEndsTheSession) {
   OpenAndBegin();
   ASSERT_TRUE(PushChunk(0).ok());
   TellDiscarded(5, 1);
-  EXPECT_THAT(PushChunk(1), IsError(absl::StatusCode::kInternal, HasSubstr("unasked")));
+  EXPECT_TRUE(Refused(PushChunk(1), absl::StatusCode::kInternal));
 }
 
 TEST_F(DiscardTest, VoidsTheWeightsThatCameAhead) {

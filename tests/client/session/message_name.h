@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/train.pb.h"
 
 namespace ballast::client {
 

@@ -25,7 +25,7 @@ namespace ballast::client {
 enum class Traffic {
   kPayloads,
   kInPlace,  // It writes to memory shared with the service, and reads there.
-  kCopied,   // It has memory of its own, and some is shared.
+  kCopied,   // It has memory of its own, to which shared weights are copied.
 };
 
 inline std::string Name(Traffic traffic) {

@@ -18,12 +18,6 @@
 
 namespace ballast::client {
 
-MATCHER_P2(IsError, code, message, "") {
-  *result_listener << "is " << arg.ToString();
-  return arg.code() == code &&
-         testing::ExplainMatchResult(message, std::string(arg.message()), result_listener);
-}
-
 // A session of the small job's one rank, which is at step 4, and a service whose messages come from
 // the test.
 class ScriptedSession : public testing::Test {

@@ -8,6 +8,7 @@
 #include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/session/scripted_session.h"
 #include "tests/support/address_limit.h"
+#include "tests/support/messages.h"
 #include "tests/support/sanitizers.h"
 
 namespace ballast::client {
@@ -48,8 +49,8 @@ TEST_F(ProvisionalWeightsTest, AreNotReservedBeyondWhatIsAvailable) {
   const Layout layout = Layout::Create(options_.job.layout).value();
   const int64_t needed_bytes = 4 * 512 + 1024;
   EXPECT_TRUE(WeightsMemory::Reserve(layout, options_.job.groups, 0, needed_bytes).ok());
-  EXPECT_THAT(WeightsMemory::Reserve(layout, options_.job.groups, 0, needed_bytes - 1).status(),
-              IsError(absl::StatusCode::kResourceExhausted, HasSubstr("3072 bytes")));
+  EXPECT_TRUE(Refused(WeightsMemory::Reserve(layout, options_.job.groups, 0, needed_bytes - 1),
+                      absl::StatusCode::kResourceExhausted));
 }
 
 TEST_F(ProvisionalWeightsTest, AreKeptFromTheTrainersMemoryUntilTheDecision) {
@@ -88,9 +89,7 @@ TEST_F(ProvisionalWeightsTest, ADroppedChunkThatDoesNotFollowIsMissing) {
   for (int chunk = 0; chunk < 5; ++chunk) Provisional(chunk, WeightsOf(chunk));
   DecideWithDropped(true, {1, 2});
   Commit(5);
-  EXPECT_THAT(
-      session_->ReceiveWeights(),
-      IsError(absl::StatusCode::kDataLoss, HasSubstr("2 chunks of weights have not arrived")));
+  EXPECT_TRUE(Refused(session_->ReceiveWeights(), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(ProvisionalWeightsTest, AWeightThatStayedDoesNotComeAgain) {
@@ -99,46 +98,26 @@ TEST_F(ProvisionalWeightsTest, AWeightThatStayedDoesNotComeAgain) {
   DecideWithDropped(true, {});
   SendWeights(5, 0, {std::string(512, 'X')});
   EXPECT_EQ(memory_[0], WeightsOf(0));
-  EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kDataLoss, HasSubstr("chunk 0")));
-}
-
-TEST_F(ProvisionalWeightsTest, OfASkippedStepAreForgotten) {
-  OpenAndBegin();
-  for (int chunk = 0; chunk < 5; ++chunk) Provisional(chunk, WeightsOf(chunk));
-  DecideWithDropped(false, {});
-  Commit(5);
-  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
-  ASSERT_TRUE(session_->ReceiveWeights().ok());
-  EXPECT_TRUE(memory_.empty());
-  EXPECT_TRUE(on_weights_.empty());
-  // The next step begins without any: arriving weights are new, and the others are missing.
-  ASSERT_TRUE(session_->BeginStep({}).ok());
-  Provisional(0, std::string(512, 'Y'), 6);
-  DecideWithDropped(true, {}, 6);
-  EXPECT_EQ(memory_.size(), 1u);
-  EXPECT_EQ(memory_[0], std::string(512, 'Y'));
+  EXPECT_TRUE(Refused(session_->ReceiveWeights(), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(ProvisionalWeightsTest, ThatComeTwiceAreDataLoss) {
   OpenAndBegin();
   Provisional(3, WeightsOf(3));
   Provisional(3, WeightsOf(3));
-  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kDataLoss,
-                                    AllOf(HasSubstr("provisional"), HasSubstr("chunk 3"))));
+  EXPECT_TRUE(Refused(PushChunk(0), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(ProvisionalWeightsTest, OfAnotherSizeAreDataLoss) {
   OpenAndBegin();
   Provisional(4, std::string(512, 'x'));
-  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kDataLoss,
-                                    HasSubstr("chunk 4 have 512 bytes, expected 1024")));
+  EXPECT_TRUE(Refused(PushChunk(0), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(ProvisionalWeightsTest, OfNoChunkOfTheRankAreDataLoss) {
   OpenAndBegin();
   Provisional(5, std::string(512, 'x'));
-  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kDataLoss, HasSubstr("chunk 5")));
+  EXPECT_TRUE(Refused(PushChunk(0), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(ProvisionalWeightsTest, AfterTheDecisionAreAnError) {
@@ -146,14 +125,13 @@ TEST_F(ProvisionalWeightsTest, AfterTheDecisionAreAnError) {
   DecideWithDropped(true, {});
   Provisional(0, WeightsOf(0));
   EXPECT_TRUE(memory_.empty());
-  EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kInternal, HasSubstr("was not awaiting its decision")));
+  EXPECT_TRUE(Refused(session_->ReceiveWeights(), absl::StatusCode::kInternal));
 }
 
 TEST_F(ProvisionalWeightsTest, OfAnotherStepAreAnError) {
   OpenAndBegin();
   Provisional(0, WeightsOf(0), 6);
-  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kInternal, HasSubstr("step 6")));
+  EXPECT_TRUE(Refused(PushChunk(0), absl::StatusCode::kInternal));
 }
 
 TEST_F(ProvisionalWeightsTest, AreAnErrorForARankThatWaits) {
@@ -161,49 +139,7 @@ TEST_F(ProvisionalWeightsTest, AreAnErrorForARankThatWaits) {
   OpenAndBegin();
   EXPECT_EQ(fake_->sent().at(0).open().update_mode(), v1::UPDATE_MODE_UNSPECIFIED);
   Provisional(0, WeightsOf(0));
-  EXPECT_THAT(PushChunk(0),
-              IsError(absl::StatusCode::kInternal, HasSubstr("has not asked for any")));
-}
-
-TEST_F(ProvisionalWeightsTest, OfABrokenStreamCountForNothing) {
-  OpenAndBegin();
-  Provisional(0, std::string(512, 'X'));
-  Provisional(1, std::string(512, 'X'));
-  testing::internal::CaptureStderr();
-  fake_->Break(absl::UnavailableError("connection lost"));
-  ASSERT_TRUE(fake_->AwaitStream(2, 2));  // Open and begin.
-  EXPECT_EQ(fake_->sent().at(2).open().update_mode(), v1::SPECULATE);
-  // Once per stream.
-  Provisional(0, WeightsOf(0));
-  DecideWithDropped(true, {});
-  EXPECT_EQ(memory_.count(1), 0u);
-  EXPECT_EQ(memory_[0], WeightsOf(0));
-  for (int chunk : {1, 2, 3, 4}) SendWeights(5, chunk, {WeightsOf(chunk)});
-  Commit(5);
-  EXPECT_TRUE(session_->ReceiveWeights().ok());
-  session_.reset();
-  testing::internal::GetCapturedStderr();
-}
-
-TEST_F(ProvisionalWeightsTest, OfABrokenStreamAreReadWhenTheDecisionWasMadeMeanwhile) {
-  OpenAndBegin();
-  Provisional(0, std::string(512, 'X'));
-  fake_->attachment.set_committed_step(5);
-  v1::StepRecord& record = *fake_->attachment.mutable_job()->add_recent_steps();
-  record.set_step(5);
-  record.set_applied(true);
-  fake_->read_step = 5;
-  for (int chunk = 0; chunk < 5; ++chunk) {
-    fake_->stored_weights.emplace_back(chunk, WeightsOf(chunk));
-  }
-  testing::internal::CaptureStderr();
-  fake_->Break(absl::UnavailableError("connection lost"));
-  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
-  ASSERT_TRUE(session_->ReceiveWeights().ok());
-  EXPECT_EQ(fake_->reads.at(0).chunks_size(), 5);
-  for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk));
-  session_.reset();
-  testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(Refused(PushChunk(0), absl::StatusCode::kInternal));
 }
 
 // A trainer that reads weights in place is notified of each arrival, in this order.
@@ -246,17 +182,6 @@ TEST_F(ToldWeightsTest, OfASkippedStepAreDropped) {
   Commit(5);
   EXPECT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_THAT(told_, ElementsAre("dropped 0 a", "dropped 3 d"));
-}
-
-TEST_F(ToldWeightsTest, OfABrokenStreamAreDropped) {
-  OpenAndBegin();
-  Provisional(2, WeightsOf(2));
-  testing::internal::CaptureStderr();
-  fake_->Break(absl::UnavailableError("connection lost"));
-  ASSERT_TRUE(fake_->AwaitStream(2, 2));
-  EXPECT_THAT(told_, ElementsAre("provisional 2 c", "dropped 2 c"));
-  session_.reset();
-  testing::internal::GetCapturedStderr();
 }
 
 TEST_F(ToldWeightsTest, AreNotToldAsProvisionalToATrainerWithMemoryOfItsOwn) {
@@ -302,8 +227,9 @@ TEST_F(TightMemoryTest, WithoutMemoryForProvisionalWeightsTheRankWaits) {
 TEST_F(TightMemoryTest, WithoutMemoryToReadWeightsInTheSessionIsRefused) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
   options_.weights = nullptr;
-  EXPECT_THAT(OpenWithTooLittle(),
-              IsError(absl::StatusCode::kResourceExhausted, HasSubstr("no memory for 4294")));
+  const absl::Status refused = OpenWithTooLittle();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(refused.message(), HasSubstr("4294969344 bytes"));  // And what is available.
 }
 
 }  // namespace

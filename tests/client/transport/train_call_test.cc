@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/train.grpc.pb.h"
 #include "client/connect.h"
 #include "client/transport/steady_deadline.h"
 #include "cpu_optimizer_service/common/system/mutex.h"

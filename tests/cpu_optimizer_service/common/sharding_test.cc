@@ -9,11 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/messages.h"
+
 namespace ballast {
 namespace {
 
 using testing::ElementsAre;
-using testing::HasSubstr;
 
 constexpr Placement kReplicate;
 constexpr Placement kShard0 = {.shard_dim = 0};
@@ -155,36 +156,33 @@ TEST(ParameterShards, AreTorchsForAnyShapeMeshAndPlacements) {
 
 TEST(CheckMesh, RefusesWhatIsNotAMeshOfTheWorld) {
   EXPECT_EQ(CheckMesh(std::vector<MeshDim>{{"dp", 2}, {"tp", 3}}, 6), absl::OkStatus());
-  const auto error = [](const std::vector<MeshDim>& mesh, int world_size) {
-    const absl::Status status = CheckMesh(mesh, world_size);
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-    return std::string(status.message());
+  const auto expect_refused = [](const std::vector<MeshDim>& mesh, int world_size) {
+    EXPECT_TRUE(Refused(CheckMesh(mesh, world_size), absl::StatusCode::kInvalidArgument));
   };
-  EXPECT_THAT(error({}, 1), HasSubstr("no dimension"));
-  EXPECT_THAT(error({{"dp", 2}, {"tp", 3}}, 5), HasSubstr("2 x 3 ranks"));
-  EXPECT_THAT(error({{"dp", 2}, {"dp", 3}}, 6), HasSubstr("named 'dp'"));
-  EXPECT_THAT(error({{"", 2}}, 2), HasSubstr("named ''"));
-  EXPECT_THAT(error({{"dp", 0}}, 2), HasSubstr("has size 0"));
-  EXPECT_THAT(error({{"dp", -2}, {"tp", -3}}, 6), HasSubstr("has size -2"));
+  expect_refused({}, 1);
+  expect_refused({{"dp", 2}, {"tp", 3}}, 5);
+  expect_refused({{"dp", 2}, {"dp", 3}}, 6);
+  expect_refused({{"", 2}}, 2);
+  expect_refused({{"dp", 0}}, 2);
+  expect_refused({{"dp", -2}, {"tp", -3}}, 6);
   // No product overflows.
-  EXPECT_THAT(error({{"a", 65536}, {"", 65536}}, 65536), HasSubstr("named ''"));
+  expect_refused({{"a", 65536}, {"", 65536}}, 65536);
   std::vector<MeshDim> large;
   for (int i = 0; i < 8; ++i) large.push_back({std::to_string(i), 65536});
-  EXPECT_THAT(error(large, 65536), HasSubstr("does not have the world_size"));
+  expect_refused(large, 65536);
 }
 
 TEST(CheckPlacements, RefusesWhatDoesNotFitTheShape) {
   const std::vector<MeshDim> mesh = {{"dp", 2}, {"tp", 3}};
-  const auto error = [&](const std::vector<Placement>& placements,
-                         const std::vector<int64_t>& shape) {
-    const absl::Status status = CheckPlacements(placements, mesh, shape);
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-    return std::string(status.message());
+  const auto expect_refused = [&](const std::vector<Placement>& placements,
+                                  const std::vector<int64_t>& shape) {
+    EXPECT_TRUE(
+        Refused(CheckPlacements(placements, mesh, shape), absl::StatusCode::kInvalidArgument));
   };
-  EXPECT_THAT(error({kShard0}, {4}), HasSubstr("1 placements"));
-  EXPECT_THAT(error({kShard0, kShard1}, {4}), HasSubstr("Shard(1) over tp"));
-  EXPECT_THAT(error({kShard0, kReplicate}, {}), HasSubstr("Shard(0) over dp"));
-  EXPECT_THAT(error({{.shard_dim = -2}, kReplicate}, {4}), HasSubstr("Shard(-2)"));
+  expect_refused({kShard0}, {4});
+  expect_refused({kShard0, kShard1}, {4});
+  expect_refused({kShard0, kReplicate}, {});
+  expect_refused({{.shard_dim = -2}, kReplicate}, {4});
 }
 
 }  // namespace

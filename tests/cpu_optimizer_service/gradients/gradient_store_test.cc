@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -11,6 +12,7 @@
 
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/host/kept_record.h"
 
 namespace ballast {
 namespace {
@@ -32,10 +34,10 @@ class GradientStoreTest : public testing::TestWithParam<DType> {
       StoreElement(bytes.data(), GetParam(), i, value + static_cast<float>(i));
     return bytes;
   }
-  void Add(float value) {
+  void Add(float value, RedoLane* lane = nullptr) {
     const std::vector<std::byte> bytes = Payload(value);
     const absl::Span<const std::byte> piece(bytes);
-    store_->Add(0, {&piece, 1});
+    store_->Add(0, {&piece, 1}, lane);
   }
   float At(int64_t element) const {
     const GradientView view = store_->view(0);
@@ -67,6 +69,34 @@ TEST_P(GradientStoreTest, TheFirstIsKeptAsItCameAndLaterOnesAreAddedInFp32) {
   Add(0);
   EXPECT_EQ(At(255), 3 * 255.0f);
   EXPECT_EQ(At(1), 3.0f);
+}
+
+// The order of stores: a process that dies at any of them leaves what the next one finishes.
+TEST_P(GradientStoreTest, ASumChangesBehindTheRecordOfItsTurn) {
+  Add(0);
+  Add(1);
+  RedoLane lane = {.word = RedoWord{.chunk = 0}.Pack()};
+  std::vector<float> old, sum;
+  for (int i = 0; i < 512; ++i) {
+    old.push_back(At(i));
+    sum.push_back(old[i] + LoadElement(Payload(2).data(), GetParam(), i));
+  }
+  int64_t done = 0;
+  std::function<void(const char*)> seam = [&](const char*) {
+    const RedoWord word = RedoWord::Unpack(lane.word);
+    ASSERT_GT(word.count, 0);
+    ASSERT_EQ(word.done, done + word.count);
+    for (int64_t i = 0; i < 512; ++i) {
+      EXPECT_EQ(At(i), i < done ? sum[i] : old[i]);
+      if (i < done || i >= word.done) continue;
+      EXPECT_EQ(lane.turns[word.turn].values[i - done], sum[i]);
+    }
+    done = word.done;
+  };
+  store_seam = &seam;
+  Add(2, &lane);
+  store_seam = nullptr;
+  EXPECT_EQ(done, 512);
 }
 
 TEST_P(GradientStoreTest, P3ClearForgetsEverything) {

@@ -23,17 +23,16 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
 #include "tests/cpu_optimizer_service/host/keeper_for_two.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -66,14 +65,12 @@ std::map<std::string, std::string> AllOfIt(const std::string& directory) {
   return all;
 }
 
-// Refused, in one line that has these words, and all that there was is there as it was.
-void ExpectRefused(const std::string& path, const testing::Matcher<const std::string&>& words) {
+// Why it cannot be opened; all that there was is there as it was.
+absl::Status RefusalOf(const std::string& path) {
   const auto before = AllOfIt(path);
-  const auto opened = Open(path);
-  ASSERT_FALSE(opened.ok());
-  const std::string line(opened.status().message());
-  EXPECT_THAT(line, AllOf(words, HasSubstr(path), Not(HasSubstr("\n"))));
+  const absl::Status refusal = Open(path).status();
   EXPECT_EQ(AllOfIt(path), before);
+  return refusal;
 }
 
 // Of the mapping there, as /proc says them; "dd" is one that is left out of core dumps.
@@ -162,49 +159,42 @@ TEST_F(StateDirectoryTest, IsClearedOfWhatWasBeingMade) {
 TEST_F(StateDirectoryTest, IsRefusedWhereItIsNotInMemory) {
   // Nothing can be made in /proc, not even by root.
   for (const std::string path : {"/proc/ballast", "/proc/ballast/"}) {
-    const auto opened = Open(path);
-    EXPECT_EQ(opened.status().code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_THAT(std::string(opened.status().message()),
-                AllOf(HasSubstr("/proc is on a disk"), HasSubstr("such as /dev/shm/ballast")));
+    EXPECT_TRUE(Refused(Open(path), absl::StatusCode::kInvalidArgument));
   }
-  EXPECT_THAT(std::string(Open(in_memory_.outside() + "/a/b").status().message()),
-              HasSubstr("No such file"));
+  EXPECT_TRUE(Refused(Open(in_memory_.outside() + "/a/b"), absl::StatusCode::kInvalidArgument));
 }
 
 TEST_F(StateDirectoryTest, IsRefusedWhereOthersReachIt) {
   Left();
   std::filesystem::create_directory_symlink(path_, in_memory_.outside() + "/link");
   for (const char* const end : {"", "/"}) {
-    ExpectRefused(in_memory_.outside() + "/link", HasSubstr("is a symbolic link"));
-    const auto opened = Open(in_memory_.outside() + "/link" + end);
-    EXPECT_FALSE(opened.ok());
+    EXPECT_TRUE(Refused(RefusalOf(in_memory_.outside() + "/link" + end),
+                        absl::StatusCode::kInvalidArgument));
   }
   chmod(path_.c_str(), 0750);
-  ExpectRefused(path_, HasSubstr("chmod 700"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kInvalidArgument));
   chmod(path_.c_str(), 0700);
   if (geteuid() != 0) GTEST_SKIP() << "only root can give a directory to another user";
   ASSERT_EQ(chown(path_.c_str(), 12345, 0), 0);
-  ExpectRefused(path_, HasSubstr("belongs to user 12345"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kInvalidArgument));
   ASSERT_EQ(chown(path_.c_str(), 0, 0), 0);
   ASSERT_EQ(chown((path_ + "/" + kUid + ".second_versions.12288").c_str(), 12345, 0), 0);
-  ExpectRefused(path_, HasSubstr(".second_versions.12288 belongs to user 12345"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(StateDirectoryTest, IsRefusedWhereAFileIsNotAsItWas) {
   const std::string file = Left();
   const std::string bytes = Read(file);
-  const auto words = AllOf(HasSubstr(file), HasSubstr("the last checkpoint of " + kUid),
-                           HasSubstr("remove " + path_ + "/" + kUid + ".*"));
   std::filesystem::resize_file(file, 8'192);
-  ExpectRefused(path_, AllOf(words, HasSubstr("has 8192 bytes, expected 12288")));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
   std::filesystem::rename(file, in_memory_.outside() + "/elsewhere");
   std::filesystem::create_symlink(in_memory_.outside() + "/elsewhere", file);
-  ExpectRefused(path_, AllOf(words, HasSubstr("is a symbolic link")));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
   std::filesystem::remove(file);
   Write(file, bytes);
   EXPECT_TRUE(Open(path_).ok());
   Write(path_ + "/notes", "mine");
-  ExpectRefused(path_, HasSubstr("/notes is no file of named memory"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
 }
 
 TEST_F(StateDirectoryTest, IsRefusedWhereItsSuperblockIsNotAsItWas) {
@@ -214,8 +204,9 @@ TEST_F(StateDirectoryTest, IsRefusedWhereItsSuperblockIsNotAsItWas) {
     std::string flipped = bytes;
     flipped[bit / 8] ^= static_cast<char>(1 << bit % 8);
     Write(superblock_, flipped);
-    ExpectRefused(path_, HasSubstr("has another checksum"));
+    EXPECT_EQ(RefusalOf(path_).code(), absl::StatusCode::kDataLoss);
   }
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
   const auto write_whole = [&](std::string changed) {
     const uint64_t checksum = ChecksumOf(absl::string_view(changed).substr(0, 72));
     std::memcpy(changed.data() + 72, &checksum, sizeof(checksum));
@@ -224,23 +215,22 @@ TEST_F(StateDirectoryTest, IsRefusedWhereItsSuperblockIsNotAsItWas) {
   std::string newer = bytes;
   newer[16] = 2;
   write_whole(newer);
-  ExpectRefused(path_, HasSubstr("was left by another version (format 2, here 1)"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kFailedPrecondition));
   std::string other_boot = bytes;
   other_boot[24] ^= 1;
   write_whole(other_boot);
-  ExpectRefused(path_, HasSubstr("is of another boot"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kFailedPrecondition));
   Write(superblock_, bytes.substr(0, 50));
-  ExpectRefused(path_, HasSubstr("superblock has 50 bytes, expected 4096"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
   std::filesystem::remove(superblock_);
-  ExpectRefused(path_, HasSubstr("superblock is missing"));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kDataLoss));
   Write(superblock_, bytes);
   EXPECT_TRUE(Open(path_).ok());
 }
 
 TEST_F(StateDirectoryTest, IsRefusedWhileAnotherProcessHasIt) {
   auto first = Open(path_).value();
-  ExpectRefused(path_, AllOf(HasSubstr(absl::StrCat("process ", getpid(), " has ")),
-                             HasSubstr("a directory of its own")));
+  EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kUnavailable));
   // Its end is awaited.
   std::thread end;
   std::string said;
@@ -282,19 +272,12 @@ TEST_F(StateDirectoryTest, HasNoRoomWhereItsFileSystemIsFull) {
     directory->Settle();
     NamedMemory memory(*directory);
     for (const auto touch : {kNow, kLater}) {
-      const auto arena = memory.Create(kUid + "/state", 1 << 20, touch);
-      ASSERT_FALSE(arena.ok());
-      EXPECT_EQ(arena.status().code(), absl::StatusCode::kResourceExhausted);
-      EXPECT_THAT(std::string(arena.status().message()),
-                  AllOf(HasSubstr("no 1048576 bytes"), HasSubstr(directory->description()),
-                        HasSubstr("No space left"), Not(HasSubstr("\n"))));
+      EXPECT_TRUE(Refused(memory.Create(kUid + "/state", 1 << 20, touch),
+                          absl::StatusCode::kResourceExhausted));
       EXPECT_EQ(AllOfIt(path_).size(), 1u);  // Nothing is left of it.
     }
     EXPECT_TRUE(memory.Create(kUid + "/state", 64 << 10, kLater).ok());
-    const absl::Status refused = memory.Admit(1 << 20, "job gpt");
-    EXPECT_THAT(std::string(refused.message()),
-                AllOf(HasSubstr("job gpt wants 1048576 bytes of memory, and "),
-                      HasSubstr(directory->description() + " has ")));
+    EXPECT_TRUE(Refused(memory.Admit(1 << 20, "job gpt"), absl::StatusCode::kResourceExhausted));
     EXPECT_TRUE(memory.Admit(100'000, "job gpt").ok());
   }
   umount(in_memory_.outside().c_str());
@@ -304,9 +287,7 @@ TEST_F(StateDirectoryTest, AdmitsNoMoreThanTheMachineHas) {
   const auto directory = Open(path_).value();
   NamedMemory memory(*directory, [] { return 50'000; });
   EXPECT_TRUE(memory.Admit(50'000, "job gpt").ok());
-  EXPECT_EQ(memory.Admit(50'001, "job gpt").message(),
-            "job gpt wants 50001 bytes of memory, and the machine or the process's control group "
-            "has 50000 left; enlarge it, or close a job");
+  EXPECT_TRUE(Refused(memory.Admit(50'001, "job gpt"), absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(memory.CreateShared(kUid + "/rank 0 1", 50'001).status().code(),
             absl::StatusCode::kResourceExhausted);
 }
@@ -320,10 +301,7 @@ TEST(NamedMemoryTest, AdmitsWhatAPoolApartHasLeft) {
   } pool;
   NamedMemory memory(pool, [] { return 10'000; });
   EXPECT_TRUE(memory.Admit(50'000, "job gpt").ok());
-  EXPECT_EQ(
-      memory.Admit(50'001, "job gpt").message(),
-      "job gpt wants 50001 bytes of memory, and /huge (hugetlbfs) has 50000 left; enlarge it, "
-      "or close a job");
+  EXPECT_TRUE(Refused(memory.Admit(50'001, "job gpt"), absl::StatusCode::kResourceExhausted));
   // Sealed memory is the machine's.
   EXPECT_EQ(memory.CreateShared(kUid + "/rank 0 1", 10'001).status().code(),
             absl::StatusCode::kResourceExhausted);
@@ -368,10 +346,8 @@ TEST_F(StateDirectoryTest, ShowsEveryFlippedBitOfARecord) {
     NamedMemory memory(*directory);
     NamedArenas arenas(memory, kUid, "");
     const auto found = KeptRecord(arenas, "record", 64).TakeOver();
-    if (!found.ok()) {
-      ++seen;
-      EXPECT_THAT(std::string(found.status().message()),
-                  HasSubstr(kUid + ".record_1.4096 is not as it was stored"));
+    if (!found.ok() && seen++ == 0) {
+      EXPECT_TRUE(Refused(found, absl::StatusCode::kDataLoss));
     }
     // What is not read may change: it is never another one, or none.
     EXPECT_TRUE(found.ok() ? *found == contents : absl::IsDataLoss(found.status()))

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/gate.h"
+#include "cpu_optimizer_service/job/core/gate.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -37,9 +37,6 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
       phase == Phase::kDeciding || phase == Phase::kUpdating || phase == Phase::kClearing;
   const auto wait_if = [](bool waits) { return waits ? Answer::kWaits : Answer::kGranted; };
   if (phase == Phase::kClosed) return Answer::kClosed;
-  if (state.broken) {
-    return admission == Admission::kClose ? Answer::kGranted : Answer::kBroken;
-  }
   switch (admission) {
     case Admission::kAttach:
     case Admission::kOpenStream:
@@ -105,9 +102,8 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
   std::map<Answer, int> answers;
   for (const Admission admission : kAllAdmissions) {
     for (const Phase phase : kAllPhases) {
-      for (int bits = 0; bits < 64; ++bits) {
+      for (int bits = 0; bits < 32; ++bits) {
         const GateState state = {.phase = phase,
-                                 .broken = (bits & 32) != 0,
                                  .torn = (bits & 1) != 0,
                                  .deciding = (bits & 2) != 0,
                                  .readers = (bits & 4) != 0 ? 2 : 0,
@@ -129,8 +125,8 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
       }
     }
   }
-  EXPECT_EQ(cases, kAdmissions * kPhases * 512);
-  EXPECT_EQ(answers.size(), 11u) << "each answer is given somewhere";
+  EXPECT_EQ(cases, kAdmissions * kPhases * 256);
+  EXPECT_EQ(answers.size(), 10u) << "each answer is given somewhere";
 }
 
 TEST(Gate, NamesEachPhaseAndAdmissionOnce) {
@@ -261,7 +257,7 @@ TEST_F(GateTurns, OfARankThatHasMoreWaitForAClearing) {
 TEST_F(GateTurns, OfAClearingWaitForAllThatIsUnderWay) {
   gate_.BeginStep();
   gate_.StartAdding(1);
-  gate_.StartComputing();
+  gate_.StartComputing(0);
   gate_.StartComputing(1);
   gate_.Seal();
   gate_.StartDeciding();
@@ -269,7 +265,7 @@ TEST_F(GateTurns, OfAClearingWaitForAllThatIsUnderWay) {
   Enter("cleared", Admission::kFinishClear);
   gate_.StopAdding(1);
   EXPECT_THAT(Turns(), IsEmpty());
-  gate_.StopComputing();
+  gate_.StopComputing(0);
   EXPECT_THAT(Turns(), IsEmpty());
   gate_.StopComputing(1);
   EXPECT_THAT(Turns(), IsEmpty()) << "the decision's task is still under way";
@@ -334,13 +330,9 @@ TEST_F(GateDeathTest, AMoveFromTheWrongPhaseEndsTheProcess) {
       [](Gate& gate) { gate.FinishClearing(); },
       [](Gate& gate) { gate.StopReading(); },
       [](Gate& gate) { gate.StopAdding(0); },
-      [](Gate& gate) { gate.StopComputing(); },
+      [](Gate& gate) { gate.StopComputing(0); },
       [](Gate& gate) { gate.StopSuperseded(0); },
-      [](Gate& gate) { gate.FinishLoading(false); },
-      [](Gate& gate) {
-        gate.StartComputing();
-        gate.StopComputing(0);
-      }};
+      [](Gate& gate) { gate.FinishLoading(false); }};
   for (const auto& move : wrong) {
     EXPECT_DEATH(
         {

@@ -11,11 +11,10 @@
 
 #include "cpu_optimizer_service/job/job.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
-
-using ::testing::HasSubstr;
 
 class JobFirstStateTest : public JobDriverTest {
  protected:
@@ -90,28 +89,22 @@ TEST_F(JobFirstStateTest, IsRefusedWhereNoUpdateLeavesIt) {
   const struct {
     int chunk;
     std::function<void(std::vector<float>&)> spoil;
-    const char* error;
   } kCases[] = {
-      {0, [&](auto& values) { values[5] = NAN; }, "the first weight of p0 is nan at element 5"},
-      {0, [&](auto& values) { values[elements(0) + 5] = -HUGE_VALF; },
-       "the first exp_avg of p0 is -inf at element 5; moments must be finite"},
-      {0, [&](auto& values) { values[2 * elements(0) + 5] = -1e-30f; },
-       "the first exp_avg_sq of p0 is -1e-30 at element 5; moments must be finite, and this one "
-       "not below zero"},
-      {last, [&](auto& values) { values[3 * elements(last)] = -1; }, "first max_exp_avg_sq of p2"},
-      {last, [&](auto& values) { values.back() = 1; }, "1 in the padding at element"},
-      {last, [&](auto& values) { values[2 * elements(last) - 1] = NAN; },
-       "first exp_avg of chunk 3 have nan in the padding"},
-      {last, [&](auto& values) { values.resize(3 * elements(last)); }, "expected 4 planes of"},
-      {0, [&](auto& values) { values.resize(elements(0)); }, "expected 3 planes of 512 fp32"},
-      {0, [&](auto& values) { values.push_back(0); }, "expected 3 planes of 512 fp32"},
+      {0, [&](auto& values) { values[5] = NAN; }},
+      {0, [&](auto& values) { values[elements(0) + 5] = -HUGE_VALF; }},
+      {0, [&](auto& values) { values[2 * elements(0) + 5] = -1e-30f; }},
+      {last, [&](auto& values) { values[3 * elements(last)] = -1; }},
+      {last, [&](auto& values) { values.back() = 1; }},
+      {last, [&](auto& values) { values[2 * elements(last) - 1] = NAN; }},
+      {last, [&](auto& values) { values.resize(3 * elements(last)); }},
+      {0, [&](auto& values) { values.resize(elements(0)); }},
+      {0, [&](auto& values) { values.push_back(0); }},
   };
   for (const auto& test : kCases) {
     std::vector<float> values = driver.StateOf(test.chunk, /*moments=*/true);
     test.spoil(values);
-    const absl::Status wrote = driver.Write(test.chunk, values, uploader);
-    EXPECT_EQ(wrote.code(), absl::StatusCode::kInvalidArgument) << test.error;
-    EXPECT_THAT(std::string(wrote.message()), HasSubstr(test.error));
+    EXPECT_TRUE(
+        Refused(driver.Write(test.chunk, values, uploader), absl::StatusCode::kInvalidArgument));
   }
   // One that is repeated counts once.
   for (const int chunk : {0, 0, 1, 2}) {
@@ -129,21 +122,16 @@ TEST_F(JobFirstStateTest, CountsThatNoRunHasAreRefused) {
   spec.layout.parameters.push_back({.name = "frozen", .shape = {4}, .trainable = false});
   JobDriver driver(engine_, spec);
   driver.AttachAll();
-  const struct {
-    FirstState state;
-    const char* error;
-  } kCases[] = {
-      {{.step = 3, .update_counts = {3, 3, 3}}, "with 3 update counts, expected 4"},
-      {{.step = 3, .update_counts = {3, 3, 4, 0}}, "4 updates of p2; it may have 0 to 3"},
-      {{.step = 3, .update_counts = {3, -1, 3, 0}}, "-1 updates of p1"},
-      {{.step = 3, .update_counts = {3, 3, 3, 1}}, "frozen, which is frozen; it may have 0 to 0"},
-      {{.step = kMaxFirstStep + 1, .update_counts = {3, 3, 3, 0}}, "is of step 2147483649"},
-      {{.step = 0, .update_counts = {0, 0, 0, 0}}, "with 4 update counts, expected 0"},
+  const FirstState kCases[] = {
+      {.step = 3, .update_counts = {3, 3, 3}},
+      {.step = 3, .update_counts = {3, 3, 4, 0}},
+      {.step = 3, .update_counts = {3, -1, 3, 0}},
+      {.step = 3, .update_counts = {3, 3, 3, 1}},
+      {.step = kMaxFirstStep + 1, .update_counts = {3, 3, 3, 0}},
+      {.step = 0, .update_counts = {0, 0, 0, 0}},
   };
-  for (const auto& test : kCases) {
-    const absl::Status begun = driver.UploadState(test.state, 0);
-    EXPECT_EQ(begun.code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_THAT(std::string(begun.message()), HasSubstr(test.error));
+  for (const FirstState& state : kCases) {
+    EXPECT_TRUE(Refused(driver.UploadState(state, 0), absl::StatusCode::kInvalidArgument));
   }
   EXPECT_EQ(driver.UploadState({.step = 3, .update_counts = {3, 0, 1, 0}}, 0, "nobody").code(),
             absl::StatusCode::kAborted);
@@ -161,9 +149,8 @@ TEST_F(JobFirstStateTest, OfAllRanksIsOne) {
   const Job::Uploader first = Begin(driver, 0, At(5));
   Begin(driver, 1, At(3));
   const int chunk = driver.layout().chunks_of_rank(0)[0];
-  const absl::Status late = driver.Write(chunk, driver.StateOf(chunk, true), first);
-  EXPECT_EQ(late.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(late.message()), HasSubstr("begun its first weights with another state"));
+  EXPECT_TRUE(Refused(driver.Write(chunk, driver.StateOf(chunk, true), first),
+                      absl::StatusCode::kFailedPrecondition));
   ASSERT_TRUE(driver.UploadState(At(3), 0).ok());
   // Whoever looks, or attaches, sees none of it before all is there.
   EXPECT_EQ(driver.job().Status().committed_step, 0u);
@@ -178,9 +165,7 @@ TEST_F(JobFirstStateTest, OfAllRanksIsOne) {
   driver.Reopen(1);
   EXPECT_EQ(driver.stream(1).position().committed_step, 0u);
   for (const FirstState& other : {At(4), other_counts, FirstState()}) {
-    const absl::Status refused = driver.UploadState(other, 1);
-    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(std::string(refused.message()), HasSubstr("start all ranks again with one state"));
+    EXPECT_TRUE(Refused(driver.UploadState(other, 1), absl::StatusCode::kFailedPrecondition));
   }
   EXPECT_EQ(PhaseOf(driver), JobPhase::kAwaitingWeights);
   ASSERT_TRUE(driver.UploadState(At(3), 1).ok());

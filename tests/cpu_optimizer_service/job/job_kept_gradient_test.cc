@@ -6,10 +6,10 @@
 
 #include "absl/strings/match.h"
 #include "cpu_optimizer_service/host/named_memory.h"
-#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/host/keeper_for_two.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
@@ -52,12 +52,8 @@ TEST(JobKeptGradient, IsNotTakenWhileThereIsNoPlaceInWhichItOutlivesTheProcess) 
   driver.Attach(0, "", UpdateMode::kWait, slow);
   driver.Step(1);
   driver.BeginAll();
-  const absl::Status refused = driver.Send(0, driver.Values(0, 2), 0).status();
-  EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable);  // The client sends it again.
-  EXPECT_THAT(std::string(refused.message()),
-              testing::AllOf(testing::HasSubstr("the last weights of chunk 0 of job job still lie "
-                                                "where its gradient is to be kept"),
-                             testing::HasSubstr("the system has no memory")));
+  // The client sends it again.
+  EXPECT_TRUE(Refused(driver.Send(0, driver.Values(0, 2), 0), absl::StatusCode::kUnavailable));
   EXPECT_EQ(driver.job().Status().ranks[0].chunks_complete, 0);
   EXPECT_GE(slow->Release(), 1u);
   EXPECT_EQ(driver.Send(0, driver.Values(0, 2), 0).value(), ContributionResult::kAdded);

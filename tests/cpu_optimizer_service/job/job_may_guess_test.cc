@@ -1,6 +1,5 @@
 // Contributions that may_guess that they are their chunk's last, and further ones, which meet the
 // provisional updates of those before.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -12,11 +11,10 @@
 #include "tests/cpu_optimizer_service/job/held_updates.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/cpu_optimizer_service/job/outcome.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
-
-using testing::HasSubstr;
 
 JobSpec Spec(const std::string& name, UpdateMode mode = UpdateMode::kWait) {
   JobSpec spec = MakeJobSpec(
@@ -191,9 +189,7 @@ TEST_F(RunningUpdateTest, ThatIsInVainSendsNoWeights) {
 }
 
 TEST_F(RunningUpdateTest, IsNotWaitedForByAContributionThatComesWithoutTheCall) {
-  const absl::Status refused = Give(driver_, chunk_, 1, 1).status();
-  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(refused.message()), HasSubstr("is running; stop that first"));
+  EXPECT_TRUE(Refused(Give(driver_, chunk_, 1, 1), absl::StatusCode::kFailedPrecondition));
   held_.Release();
   ExpectTheStepToGoOn();
 }

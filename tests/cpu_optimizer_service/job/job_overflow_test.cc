@@ -9,11 +9,10 @@
 
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/histories/memory_file_system.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
-
-using ::testing::HasSubstr;
 
 class JobOverflowTest : public JobDriverTest, public testing::WithParamInterface<UpdateMode> {
  protected:
@@ -43,13 +42,12 @@ class JobOverflowTest : public JobDriverTest, public testing::WithParamInterface
     return driver.listener(0).outcomes().back();
   }
   // The step changes nothing, and the next ones are as if it had never been.
-  void ExpectSkipped(JobDriver& driver, float value, const StepSettings& settings,
-                     const std::string& reason) {
+  void ExpectSkipped(JobDriver& driver, float value, const StepSettings& settings = {}) {
     const std::string before = driver.job().StateHash();
     const StepOutcome outcome = StepWith(driver, value, 2500, settings);
     EXPECT_FALSE(outcome.decision.apply);
     EXPECT_TRUE(std::isfinite(outcome.decision.norm));
-    EXPECT_THAT(outcome.skip_reason, HasSubstr(reason));
+    EXPECT_TRUE(Says(outcome.skip_reason));
     EXPECT_EQ(outcome.skip_cause, SkipCause::kState);
     EXPECT_EQ(driver.job().StateHash(), before);
     EXPECT_EQ(driver.job().Status().skipped_steps, 1u);
@@ -67,9 +65,7 @@ TEST_P(JobOverflowTest, FiniteGradientsWhoseProductWithTheMultiplierOverflows) {
   JobDriver undisturbed = Make();
   driver.Step(3);
   undisturbed.Step(3);
-  ExpectSkipped(driver, kHuge, {.scale = {.divisors = {0.5, 0.5}}},
-                "the update would leave exp_avg of p2 inf at element 2500, where the gradient from "
-                "rank ");
+  ExpectSkipped(driver, kHuge, {.scale = {.divisors = {0.5, 0.5}}});
   driver.Step(5);
   undisturbed.Step(5);
   for (int parameter = 0; parameter < 3; ++parameter) {
@@ -87,13 +83,13 @@ TEST_P(JobOverflowTest, FiniteGradientsWhoseProductWithTheMultiplierOverflows) {
 
 TEST_P(JobOverflowTest, TheFirstStepOfAJobToo) {
   JobDriver driver = Make();
-  ExpectSkipped(driver, kHuge, {.scale = {.divisors = {0.5, 0.5}}}, "exp_avg of p2 inf");
+  ExpectSkipped(driver, kHuge, {.scale = {.divisors = {0.5, 0.5}}});
 }
 
 TEST_P(JobOverflowTest, OfTheSecondMomentAlone) {
   JobDriver driver = Make();
   driver.Step(3);
-  ExpectSkipped(driver, 1e21f, {}, "exp_avg_sq of p2 inf at element 2500");
+  ExpectSkipped(driver, 1e21f);
 }
 
 TEST_P(JobOverflowTest, OfTheWeightByAHugeLearningRate) {
@@ -101,8 +97,7 @@ TEST_P(JobOverflowTest, OfTheWeightByAHugeLearningRate) {
   driver.Step(3);
   ExpectSkipped(
       driver, 1.0f,
-      {.overrides = {{1, {.lr = 3e37, .beta1 = 0.0, .beta2 = 0.9999, .bias_correction = false}}}},
-      "master of p2 ");
+      {.overrides = {{1, {.lr = 3e37, .beta1 = 0.0, .beta2 = 0.9999, .bias_correction = false}}}});
 }
 
 TEST_P(JobOverflowTest, AStepThatStaysFiniteIsAppliedHoweverLargeItsGradient) {
@@ -140,13 +135,13 @@ TEST_P(JobOverflowTest, AfterALoadOfLargerWeights) {
   ASSERT_TRUE(driver.job().Load("/large").ok());
   driver.AttachAll();
   // Decay alone: weights go to -3 times what they were.
-  ExpectSkipped(driver, 1.0f, {.overrides = {{1, {.lr = 2, .weight_decay = 2}}}}, "master of p1 ");
+  ExpectSkipped(driver, 1.0f, {.overrides = {{1, {.lr = 2, .weight_decay = 2}}}});
 }
 
 // torch writes NaN where both moments are zero and eps is; here such a step is a skip.
 TEST_P(JobOverflowTest, ADenominatorOfZero) {
   JobDriver driver = Make([](JobSpec& spec) { spec.groups[1].hyper_parameters.eps = 0; });
-  ExpectSkipped(driver, 0.0f, {}, "master of p2 nan at element 2500");
+  ExpectSkipped(driver, 0.0f);
   JobDriver no_zero = Make([](JobSpec& spec) { spec.groups[1].hyper_parameters.eps = 0; });
   for (const uint64_t seed : {3, 4, 5}) EXPECT_TRUE(no_zero.Step(seed).decision.apply);
 }

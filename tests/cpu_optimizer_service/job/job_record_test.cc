@@ -1,11 +1,11 @@
-#include "cpu_optimizer_service/job/job_record.h"
+#include "cpu_optimizer_service/job/core/job_record.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
 #include <string>
 
-#include "cpu_optimizer_service/job/kept_job.h"
+#include "cpu_optimizer_service/job/kept/kept_job.h"
 
 namespace ballast {
 namespace {

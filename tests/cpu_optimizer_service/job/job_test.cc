@@ -1,6 +1,5 @@
 #include "cpu_optimizer_service/job/job.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,13 +7,12 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 using JobTest = JobDriverTest;
 
@@ -65,9 +63,8 @@ TEST_F(JobTest, P1SealWithAChunkWithheldIsRefusedAndTouchesNothing) {
   EXPECT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
   const auto refusal = driver.stream(1).Seal(1, 1).value();
   ASSERT_TRUE(refusal.has_value());
-  EXPECT_EQ(refusal->status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(refusal->status.message()),
-              HasSubstr("rank 1 has not sent micro-step 0 of p0"));
+  EXPECT_TRUE(
+      Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
   ASSERT_EQ(refusal->missing.size(), 1u);
   EXPECT_EQ(refusal->missing[0].rank, 1);
   EXPECT_EQ(refusal->missing[0].micro_step, 0u);
@@ -127,9 +124,8 @@ TEST_F(JobTest, P3AnAbortedStepLeavesNothingBehind) {
   EXPECT_FALSE(aborted.stream(0).Seal(1, 1).value().has_value());
   EXPECT_EQ(aborted.job().AbortStep().value(), 1u);
   // A rank that waits for the decision hears of it.
-  EXPECT_EQ(aborted.listener(0).detached().code(), absl::StatusCode::kAborted);
-  EXPECT_THAT(std::string(aborted.listener(0).detached().message()),
-              HasSubstr("step 1 of job aborted was aborted"));
+  EXPECT_TRUE(Refused(aborted.listener(0).detached(), absl::StatusCode::kAborted,
+                      reason::kOlderGeneration));
   aborted.AttachAll();
   aborted.Step(3);
   EXPECT_EQ(clean.job().StateHash(), aborted.job().StateHash());
@@ -146,7 +142,7 @@ TEST_F(JobTest, P10ANaNSkipsTheStepNamesTheParameterAndLeavesEveryByte) {
   driver.SealAll(1);
   const StepOutcome outcome = driver.listener(0).outcomes().back();
   EXPECT_FALSE(outcome.decision.apply);
-  EXPECT_THAT(outcome.skip_reason, HasSubstr("p1 is nan at element 10"));
+  EXPECT_TRUE(Says(outcome.skip_reason));
   EXPECT_EQ(driver.job().Status().committed_step, 2u);
   EXPECT_EQ(driver.job().Status().skipped_steps, 1u);
   EXPECT_EQ(driver.job().StateHash(), before);
@@ -170,77 +166,6 @@ TEST_F(JobTest, ClippingScalesByTheGlobalNorm) {
   EXPECT_EQ(exp_avg[0], 4.0f * static_cast<float>(1.0 / (80.0 + 1e-6)));
 }
 
-TEST_F(JobTest, RanksThatSealDifferentMicroStepsAreAllRefused) {
-  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
-  driver.BeginAll();
-  driver.SendAll(1, 0);
-  driver.EndMicroStepAll(0);
-  EXPECT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
-  for (const int c : driver.layout().chunks_of_rank(1)) {
-    ASSERT_TRUE(driver.Send(c, driver.Values(c, 2), 1).ok());
-  }
-  ASSERT_TRUE(driver.stream(1).EndMicroStep(1, 1, {}).ok());
-  const auto refusal = driver.stream(1).Seal(1, 2).value();
-  ASSERT_TRUE(refusal.has_value());
-  EXPECT_THAT(std::string(refusal->status.message()),
-              HasSubstr("rank 1 sealed 2 micro-steps and rank 0 1"));
-  EXPECT_EQ(driver.listener(0).refusals().size(), 1u);
-  for (const int c : driver.layout().chunks_of_rank(0)) {
-    ASSERT_TRUE(driver.Send(c, driver.Values(c, 2), 1).ok());
-  }
-  ASSERT_TRUE(driver.stream(0).EndMicroStep(1, 1, {}).ok());
-  driver.SealAll(2);
-  EXPECT_EQ(driver.job().Status().committed_step, 1u);
-}
-
-TEST_F(JobTest, UnusedParametersFollowThePolicy) {
-  for (const UnusedPolicy policy :
-       {UnusedPolicy::kError, UnusedPolicy::kSkip, UnusedPolicy::kZero}) {
-    JobSpec spec = MakeJobSpec({.group_sizes = {{256, 256}}, .chunk_elements = 256},
-                               "unused" + std::to_string(static_cast<int>(policy)));
-    spec.unused_policy = policy;
-    JobDriver driver = Make(spec);
-    driver.BeginAll();
-    ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
-    ASSERT_TRUE(driver.stream(0)
-                    .Contribute({.step = 1, .chunk = 1, .micro_step_end = 1, .empty = true})
-                    .ok());
-    driver.EndMicroStepAll(0, {.all = false, .parameters = {0}});
-    const auto refusal = driver.stream(0).Seal(1, 1).value();
-    if (policy == UnusedPolicy::kError) {
-      ASSERT_TRUE(refusal.has_value());
-      EXPECT_THAT(std::string(refusal->status.message()),
-                  HasSubstr("no rank gave a gradient to p1"));
-      continue;
-    }
-    ASSERT_FALSE(refusal.has_value());
-    driver.listener(0).WaitForCommit(1);
-    EXPECT_THAT(driver.listener(0).outcomes().back().unused_parameters, ElementsAre("p1"));
-    const Snapshot snapshot = driver.job().TakeSnapshot({0, 1}).value();
-    std::vector<float> master(256);
-    snapshot.Read(1, Plane::kMaster, 0, absl::MakeSpan(master));
-    const bool skipped = policy == UnusedPolicy::kSkip;
-    EXPECT_EQ(snapshot.update_count(0), 1);
-    EXPECT_EQ(snapshot.update_count(1), skipped ? 0 : 1);
-    // A zero gradient still decays the weight.
-    EXPECT_EQ(master == driver.Values(1, 1), skipped);
-  }
-}
-
-TEST_F(JobTest, P1AGradientDeclaredButSentAsEmptyIsRefused) {
-  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{256, 256}}, .chunk_elements = 256}));
-  driver.BeginAll();
-  ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
-  ASSERT_TRUE(driver.stream(0)
-                  .Contribute({.step = 1, .chunk = 1, .micro_step_end = 1, .empty = true})
-                  .ok());
-  driver.EndMicroStepAll(0);
-  const auto refusal = driver.stream(0).Seal(1, 1).value();
-  ASSERT_TRUE(refusal.has_value());
-  EXPECT_THAT(std::string(refusal->status.message()),
-              HasSubstr("parameter p1 received a gradient"));
-}
-
 TEST_F(JobTest, OneMicroStepAllocatesNoAccumulator) {
   JobSpec spec = MakeJobSpec({});
   spec.max_micro_steps = 1;
@@ -250,9 +175,8 @@ TEST_F(JobTest, OneMicroStepAllocatesNoAccumulator) {
   EXPECT_EQ(driver.job().Status().accumulators_in_use, 0);
   driver.BeginAll();
   driver.SendAll(4, 0);
-  const auto second = driver.Send(0, driver.Values(0, 5), 1);
-  EXPECT_EQ(second.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(second.status().message()), HasSubstr("max_micro_steps 1"));
+  EXPECT_TRUE(
+      Refused(driver.Send(0, driver.Values(0, 5), 1), absl::StatusCode::kFailedPrecondition));
 }
 
 TEST_F(JobTest, NoMicroStepEndsBeyondTheMost) {
@@ -262,15 +186,14 @@ TEST_F(JobTest, NoMicroStepEndsBeyondTheMost) {
   driver.BeginAll();
   driver.EndMicroStepAll(0);
   driver.EndMicroStepAll(1);
-  const absl::Status third = driver.stream(0).EndMicroStep(1, 2, {});
-  EXPECT_EQ(third.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(third.message()), HasSubstr("max_micro_steps 2"));
+  EXPECT_TRUE(
+      Refused(driver.stream(0).EndMicroStep(1, 2, {}), absl::StatusCode::kFailedPrecondition));
   spec.name = "unlimited";
   spec.max_micro_steps = 0;
   JobDriver other = Make(spec);
   other.BeginAll();
-  EXPECT_THAT(std::string(other.stream(0).EndMicroStep(1, kMaxMicroSteps, {}).message()),
-              HasSubstr("allows 65536"));
+  EXPECT_TRUE(Refused(other.stream(0).EndMicroStep(1, kMaxMicroSteps, {}),
+                      absl::StatusCode::kFailedPrecondition));
 }
 
 TEST_F(JobTest, ContributionsAreVerifiedBeforeAnythingIsTouched) {
@@ -325,30 +248,6 @@ TEST_F(JobTest, PayloadCutAnywhereAddsTheSame) {
   EXPECT_EQ(whole.job().StateHash(), pieces.job().StateHash());
 }
 
-TEST_F(JobTest, ASnapshotStaysAsItWasWhileTrainingGoesOn) {
-  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{1000, 24, 3000}}, .chunk_elements = 512}));
-  driver.Step(1);
-  std::vector<float> before(3000), after(3000);
-  const int64_t used = engine_.memory().used_bytes();
-  {
-    const Snapshot snapshot = driver.job().TakeSnapshot({2}).value();
-    snapshot.Read(2, Plane::kMaster, 0, absl::MakeSpan(before));
-    for (int step = 0; step < 3; ++step) driver.Step(10 + step);
-    snapshot.Read(2, Plane::kMaster, 0, absl::MakeSpan(after));
-    EXPECT_EQ(before, after);
-    EXPECT_EQ(snapshot.step(), 1u);
-    driver.job().TakeSnapshot({2}).value().Read(2, Plane::kMaster, 0, absl::MakeSpan(after));
-    EXPECT_NE(before, after);
-  }
-  EXPECT_GT(engine_.memory().used_bytes(), used);
-  Engine fresh({.memory_limit_bytes = int64_t{256} << 20, .threads = 2});
-  JobDriver unread(fresh, MakeJobSpec({.group_sizes = {{1000, 24, 3000}}}));
-  unread.UploadWeights();
-  unread.AttachAll();
-  for (const int seed : {1, 10, 11, 12}) unread.Step(seed);
-  EXPECT_EQ(driver.job().StateHash(), unread.job().StateHash());
-}
-
 TEST_F(JobTest, ShardsConvertedLateAreTheSame) {
   // More chunks than the pool has buffers, and a listener that keeps none.
   JobDriver driver = Make(MakeJobSpec({.group_sizes = {{20000}}, .chunk_elements = 256}));
@@ -365,21 +264,6 @@ TEST_F(JobTest, ShardsConvertedLateAreTheSame) {
   EXPECT_EQ(code(1, 1), absl::StatusCode::kOk);
   EXPECT_EQ(code(1, 2), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(code(2, 1), absl::StatusCode::kAborted);
-}
-
-TEST_F(JobTest, P1ARefusedSecondSealLeavesTheRankUnsealed) {
-  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
-  driver.BeginAll();
-  driver.SendAll(1, 0);
-  driver.EndMicroStepAll(0);
-  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
-  EXPECT_TRUE(driver.stream(0).Seal(1, 2).value().has_value());
-  EXPECT_FALSE(driver.job().SecondsSinceFirstSeal().has_value());
-  ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
-  EXPECT_EQ(driver.job().Status().phase, JobPhase::kOpen);  // Rank 0's last word was refused.
-  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
-  driver.listener(0).WaitForCommit(1);
-  EXPECT_EQ(driver.job().Status().committed_step, 1u);
 }
 
 // Wherever it is: whole blocks are judged by their sums, where those have been taken.
@@ -407,32 +291,12 @@ TEST_F(JobTest, AnyGradientOfAnUnusedParameterIsFound) {
         driver.listener(0).WaitForCommit(step);
         continue;
       }
-      EXPECT_THAT(std::string(refusal->status.message()), HasSubstr("p1 was declared unused"));
+      EXPECT_TRUE(
+          Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
       ASSERT_TRUE(driver.job().AbortStep().ok());
       driver.AttachAll();
     }
   }
-}
-
-TEST_F(JobTest, GradientsWhereNoneMayBeAreRefused) {
-  JobSpec spec = MakeJobSpec({.group_sizes = {{256, 100}}, .chunk_elements = 256});
-  spec.unused_policy = UnusedPolicy::kSkip;
-  JobDriver driver = Make(spec);
-  driver.BeginAll();
-  std::vector<float> padded = driver.Values(1, 3);
-  padded[200] = 1000;
-  ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
-  ASSERT_TRUE(driver.Send(1, padded, 0).ok());
-  driver.EndMicroStepAll(0);
-  EXPECT_THAT(std::string(driver.stream(0).Seal(1, 1).value()->status.message()),
-              HasSubstr("gradient in the padding of group group0"));
-  ASSERT_TRUE(driver.job().AbortStep().ok());
-  driver.AttachAll();
-  driver.BeginAll();
-  driver.SendAll(3, 0);
-  driver.EndMicroStepAll(0, {.all = false, .parameters = {0}});
-  EXPECT_THAT(std::string(driver.stream(0).Seal(1, 1).value()->status.message()),
-              HasSubstr("p1 was declared unused by all ranks, but has a gradient"));
 }
 
 }  // namespace

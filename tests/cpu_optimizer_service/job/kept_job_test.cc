@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/kept_job.h"
+#include "cpu_optimizer_service/job/kept/kept_job.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/rank_table.h"
+#include "cpu_optimizer_service/job/core/rank_table.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/traffic_counter.h"
+#include "cpu_optimizer_service/job/core/traffic_counter.h"
 
 #include <gtest/gtest.h>
 

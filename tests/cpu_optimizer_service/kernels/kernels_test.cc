@@ -314,7 +314,7 @@ class PagedPlanes {
     mprotect(memory_ + which * kElements + kPageElements, kPageElements * sizeof(float),
              protection);
   }
-  void Update(int64_t begin, int64_t end, AdamRedo* redo) {
+  void Update(int64_t begin, int64_t end, RedoWriter* redo) {
     const auto at = [&](int which) {
       return plane(which) == nullptr ? nullptr : plane(which) + begin;
     };
@@ -338,10 +338,10 @@ class PagedPlanes {
   void Finish(RedoLane& lane) {
     const RedoWord word = RedoWord::Unpack(lane.word);
     for (int which = 0; which < planes_; ++which) {
-      std::copy_n(lane.turns[word.turn].planes[which], word.count,
+      std::copy_n(lane.turns[word.turn].plane(which), word.count,
                   plane(which) + word.done - word.count);
     }
-    AdamRedo redo(lane, word.chunk, word.done);
+    RedoWriter redo(lane, word.chunk, word.done);
     Update(word.done, kElements, &redo);
   }
   testing::AssertionResult Equals(PagedPlanes& other) {
@@ -368,7 +368,7 @@ TEST_P(KernelTest, AnUpdateThatIsCutOffBehindAnyTurnIsFinishedFromItsRecord) {
     for (const int64_t done : {1, 5, 31, 32, 33, 64, 100, 1000, 2047, 2048}) {
       PagedPlanes cut(amsgrad);
       RedoLane lane;
-      AdamRedo redo(lane, 7, 0);
+      RedoWriter redo(lane, 7, 0);
       cut.Update(0, done, &redo);
       const RedoWord word = RedoWord::Unpack(lane.word);
       ASSERT_EQ(word.chunk, 7u);
@@ -412,7 +412,7 @@ TEST_P(KernelTest, AnUpdateThatEndsAtAStoreToAnyPlaneIsFinishedFromItsRecord) {
       cut.Protect(which, PROT_READ);
       sigaction(SIGSEGV, &fails, &before);
       if (sigsetjmp(store_failed, 1) == 0) {
-        AdamRedo redo(lane, 7, begin);
+        RedoWriter redo(lane, 7, begin);
         cut.Update(begin, PagedPlanes::kElements, &redo);
         sigaction(SIGSEGV, &before, nullptr);
         FAIL() << "the store did not fail";
@@ -744,7 +744,7 @@ TEST(RedoWord, IsNotWholeWhereABitIsFlipped) {
   for (const RedoWord& word :
        {RedoWord{}, RedoWord{.chunk = 1},
         RedoWord{.chunk = 12345, .done = 77777, .count = 32, .turn = 3},
-        RedoWord{.chunk = (1 << 28) - 2, .done = (1 << 20) - 1, .count = 63, .turn = 3}}) {
+        RedoWord{.chunk = (1 << 26) - 2, .done = (1 << 20) - 1, .count = 255, .turn = 3}}) {
     const uint64_t packed = word.Pack();
     EXPECT_TRUE(RedoWord::IsWhole(packed));
     EXPECT_EQ(RedoWord::Unpack(packed).Pack(), packed);

@@ -17,22 +17,20 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
 #include "tests/cpu_optimizer_service/state/checkpoint_for_tests.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
-
-using testing::AllOf;
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::UnorderedElementsAre;
 
 class CheckpointFolderTest : public CheckpointTest {
  protected:
@@ -57,8 +55,11 @@ class CheckpointFolderTest : public CheckpointTest {
     file.seekp(-5, std::ios::end);
     file.put('\x7f');
   }
-  std::string Said(const absl::StatusOr<CheckpointInfo>& info) const {
-    return std::string(info.status().message());
+  // What it read in the end, and why not what is newer.
+  static void ExpectLoaded(const absl::StatusOr<CheckpointInfo>& info, uint64_t step) {
+    ASSERT_TRUE(info.ok()) << info.status();
+    EXPECT_EQ(info->step, step);
+    for (const std::string& why : info->passed_over) EXPECT_TRUE(Says(why));
   }
 
   Engine other_engine_{{.memory_limit_bytes = int64_t{64} << 20, .threads = 1}};
@@ -172,9 +173,7 @@ TEST_F(CheckpointFolderTest, OfAStepThatIsNamedTheNewestIsTakenOrNone) {
   EXPECT_EQ(driver->job().StateHash(), hashes[1]);
   EXPECT_EQ(NameOf(driver->job().Load(Path("gpt/step-11"))), "step-11.1");
   EXPECT_EQ(driver->job().StateHash(), hashes[11]);
-  EXPECT_THAT(Said(driver->job().Load(Path("gpt/step-2"))),
-              HasSubstr("there is no checkpoint of step 2 in " + Path("gpt") +
-                        " (there are steps 1, 11, 12)"));
+  EXPECT_TRUE(Refused(driver->job().Load(Path("gpt/step-2")), absl::StatusCode::kNotFound));
   Flip(Path("gpt/step-1.1/exp_avg.safetensors"));  // The one that is named, or nothing.
   EXPECT_FALSE(driver->job().Load(Path("gpt/step-1")).ok());
 }
@@ -215,31 +214,20 @@ TEST_F(CheckpointFolderTest, ADamagedOneIsPassedOverAndSaidToBe) {
   }
   warned.clear();
   Flip(Path("gpt/step-3.1/exp_avg.safetensors"));
-  auto loaded = driver->job().Load(Path("gpt"));
-  ASSERT_TRUE(loaded.ok()) << loaded.status();
-  EXPECT_EQ(loaded->step, 2u);
+  ExpectLoaded(driver->job().Load(Path("gpt")), 2);
   EXPECT_EQ(driver->job().StateHash(), hashes[2]);
-  EXPECT_THAT(loaded->passed_over, ElementsAre(AllOf(HasSubstr("gpt/step-3.1/exp_avg.safetensors"),
-                                                     HasSubstr("does not match the checksum"))));
   ASSERT_EQ(warned.size(), 1u);
-  EXPECT_THAT(warned[0], AllOf(HasSubstr("is loaded from " + Path("gpt/step-2.1")),
-                               HasSubstr("not from a newer checkpoint"), HasSubstr("step-3.1")));
+  EXPECT_TRUE(Says(warned[0]));
   // The one that is named, or nothing.
   EXPECT_EQ(driver->job().Load(Path("gpt/step-3.1")).status().code(), absl::StatusCode::kDataLoss);
 
   fs::resize_file(Path("gpt/step-2.1/master.safetensors"), 5000);  // Cut short.
   fs::remove(Path("gpt/step-3.1/index.json"));
-  loaded = driver->job().Load(Path("gpt"));
-  ASSERT_TRUE(loaded.ok()) << loaded.status();
-  EXPECT_EQ(loaded->step, 1u);
+  ExpectLoaded(driver->job().Load(Path("gpt")), 1);
   EXPECT_EQ(driver->job().StateHash(), hashes[1]);
-  EXPECT_THAT(loaded->passed_over,
-              UnorderedElementsAre(HasSubstr("step-3.1: it has no index.json"),
-                                   AllOf(HasSubstr("step-2.1/master.safetensors has 5000 bytes"),
-                                         HasSubstr("were written"))));
   EXPECT_EQ(driver->job().Load(Path("gpt/step-3.1")).status().code(), absl::StatusCode::kDataLoss);
   fs::remove(Path("gpt/step-1.1/exp_avg_sq.safetensors"));
-  EXPECT_THAT(Said(driver->job().Load(Path("gpt"))), HasSubstr("can be loaded; of the newest: "));
+  EXPECT_TRUE(Refused(driver->job().Load(Path("gpt")), absl::StatusCode::kDataLoss));
   EXPECT_EQ(driver->job().StateHash(), hashes[1]);
 }
 
@@ -250,14 +238,10 @@ TEST_F(CheckpointFolderTest, OneThatIsNoRegularFileIsPassedOverAndSaidToBe) {
   driver->Step(2);
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
   const std::string newest = Path("gpt/step-2.1");
-  const auto expect_passed_over = [&](const std::string& at, const std::string& why) {
-    SCOPED_TRACE(at + ": " + why);
-    const auto loaded = driver->job().Load(Path("gpt"));
-    ASSERT_TRUE(loaded.ok()) << loaded.status();
-    EXPECT_EQ(loaded->step, 1u);
-    EXPECT_THAT(loaded->passed_over, ElementsAre(AllOf(HasSubstr(at), HasSubstr(why))));
+  const auto expect_passed_over = [&](absl::StatusCode code) {
+    ExpectLoaded(driver->job().Load(Path("gpt")), 1);
     // The one that is named, or nothing.
-    EXPECT_THAT(Said(driver->job().Load(newest)), HasSubstr(why));
+    EXPECT_TRUE(Refused(driver->job().Load(newest), code));
   };
   fs::create_directories(Path("away"));
   for (const char* name : {"index.json", "exp_avg.safetensors"}) {
@@ -265,30 +249,30 @@ TEST_F(CheckpointFolderTest, OneThatIsNoRegularFileIsPassedOverAndSaidToBe) {
     const std::string away = Path("away/") + name;
     fs::rename(file, away);
     ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
-    expect_passed_over(file, "is not a regular file");
+    expect_passed_over(absl::StatusCode::kInvalidArgument);
     fs::remove(file);
     fs::create_symlink(away, file);
-    expect_passed_over(file, "is a symbolic link");
+    expect_passed_over(absl::StatusCode::kInvalidArgument);
     fs::remove(file);
     fs::create_directory(file);
-    expect_passed_over(file, "is not a regular file");
+    expect_passed_over(absl::StatusCode::kInvalidArgument);
     fs::remove(file);
     const int listening = socket(AF_UNIX, SOCK_STREAM, 0);
     sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = {}};
     ASSERT_LT(file.size(), sizeof(address.sun_path));
     file.copy(address.sun_path, file.size());
     ASSERT_EQ(bind(listening, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    expect_passed_over(file, "cannot open");
+    expect_passed_over(absl::StatusCode::kUnknown);
     close(listening);
     fs::remove(file);
     fs::rename(away, file);
   }
   fs::rename(newest, Path("away/step-2.1"));
   fs::create_directory_symlink(Path("away/step-2.1"), newest);
-  expect_passed_over(newest, "is a symbolic link");
+  expect_passed_over(absl::StatusCode::kDataLoss);
   fs::remove(newest);
   std::ofstream(newest) << "a file";
-  expect_passed_over(newest, "cannot open");
+  expect_passed_over(absl::StatusCode::kUnknown);
 }
 
 TEST_F(CheckpointFolderTest, OneWithoutMemoryToReadItIsNotPassedOver) {
@@ -328,15 +312,12 @@ TEST_F(LimitedFolderTest, OneThatWasRenamedIsNoneAndDeletesNone) {
     if (other == std::string("step-3.1.01.1")) {  // Not even a checkpoint's name.
       EXPECT_EQ(driver->job().Load(Path("gpt"))->step, 2u);
     } else {
-      const auto loaded = driver->job().Load(Path("gpt"));
-      ASSERT_TRUE(loaded.ok()) << loaded.status();
-      EXPECT_EQ(loaded->step, 2u);
+      ExpectLoaded(driver->job().Load(Path("gpt")), 2);
       EXPECT_EQ(driver->job().StateHash(), hash);
-      const std::string why = " was renamed: its index says that it is step-3.1";
-      EXPECT_THAT(loaded->passed_over, ElementsAre(HasSubstr(renamed + why)));
-      EXPECT_THAT(Said(driver->job().Load(renamed)), HasSubstr(why));
-      EXPECT_THAT(Said(driver->job().Load(Path("gpt/step-9"))),
-                  HasSubstr(other == std::string("step-9.1") ? why : "there is no checkpoint"));
+      EXPECT_TRUE(Refused(driver->job().Load(renamed), absl::StatusCode::kDataLoss));
+      EXPECT_TRUE(Refused(driver->job().Load(Path("gpt/step-9")),
+                          other == std::string("step-9.1") ? absl::StatusCode::kDataLoss
+                                                           : absl::StatusCode::kNotFound));
       const auto directory = CheckpointDirectory::Open(PosixFileSystem(), root_.string()).value();
       EXPECT_EQ(directory->Find("gpt")->step, 2u);
     }
@@ -358,82 +339,34 @@ TEST_F(LimitedFolderTest, OneThatWasRenamedIsNoneAndDeletesNone) {
                                           VersionName(6, 6), "latest"}));
 }
 
-TEST_F(CheckpointFolderTest, OneOfANewerFormatIsNotPassedOver) {
+TEST_F(CheckpointFolderTest, OneOfAnUnknownFormatIsNotPassedOverAndStays) {
   const auto driver = NewJob(engine_, 1);
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
   driver->Step(2);
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
-  const std::string hash = driver->job().StateHash();
-  nlohmann::json index = ReadJson(Path("gpt/step-2.1/index.json"));
-  index["version"] = 4;
-  Sign(index);
-  std::ofstream(Path("gpt/step-2.1/index.json")) << index;
-  EXPECT_THAT(Said(driver->job().Load(Path("gpt"))),
-              AllOf(HasSubstr("step-2.1/index.json has format version 4"),
-                    HasSubstr("load it with a newer ballastd")));
+  const std::string newest = Path("gpt/step-2.1/index.json");
+  nlohmann::json index = ReadJson(newest);
+  ASSERT_EQ(index["version"], 1);
+  for (const nlohmann::json& version : {nlohmann::json(0), nlohmann::json(2), nlohmann::json()}) {
+    SCOPED_TRACE(version.dump());
+    index["version"] = version;
+    Sign(index);
+    std::ofstream(newest) << index;
+    EXPECT_TRUE(Refused(driver->job().Load(Path("gpt")), absl::StatusCode::kFailedPrecondition));
+    EXPECT_EQ(ReadJson(newest), index);
+    EXPECT_EQ(Names("gpt"), (std::set<std::string>{"step-1.1", "step-2.1", "latest"}));
+  }
   EXPECT_EQ(driver->job().Load(Path("gpt/step-1.1"))->step, 1u);
 }
 
-TEST_F(CheckpointFolderTest, OneOfBeforeThereWereVersionsStillLoadsAndIsTheOldest) {
+TEST_F(CheckpointFolderTest, OneThatWasMovedLoadsByItsNameAndIsNoneBesideOthers) {
   const auto driver = NewJob(engine_, 1);
-  SaveAt(*driver, "gpt");
-  const std::string hash = driver->job().StateHash();
-  nlohmann::json index = ReadJson(Path("gpt/index.json"));
-  nlohmann::json files;
-  for (const nlohmann::json& file : index["files"]) {
-    files[file["plane"].get<std::string>()] = {
-        {"size_bytes", file["size_bytes"]},
-        {"sha256",
-         ChecksumOf(Path("gpt/") + file["name"].get<std::string>(), ChecksumKind::kSha256)}};
-  }
-  index["files"] = files;
-  index["version"] = 1;
-  for (const char* later : {"generation", "saved_unix_ms", "size_bytes", "asked_for"}) {
-    index.erase(later);
-  }
-  Sign(index);
-  std::ofstream(Path("gpt/index.json")) << index;
-  driver->Step(2);
-  auto loaded = driver->job().Load(Path("gpt"));
-  ASSERT_TRUE(loaded.ok()) << loaded.status();
-  EXPECT_EQ(loaded->step, 1u);
-  EXPECT_EQ(driver->job().StateHash(), hash);
-
+  SaveAt(*driver, "best");
+  EXPECT_EQ(driver->job().Load(Path("best"))->step, 1u);
   driver->AttachAll();
-  for (int step = 2; step <= 6; ++step) {
-    driver->Step(step);
-    ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
-  }
-  EXPECT_EQ(NameOf(driver->job().Load(Path("gpt"))), "step-6.2");
-  EXPECT_TRUE(fs::exists(Path("gpt/master.safetensors")));  // Nobody deletes it.
-}
-
-TEST_F(CheckpointFolderTest, OneWhoseFilesHaveTheChecksumsOfFormatTwoStillLoadsAndIsChecked) {
-  const auto driver = NewJob(engine_, 1);
-  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
-  const std::string hash = driver->job().StateHash();
-  const std::string saved = Path("gpt/step-1.1/");
-  nlohmann::json index = ReadJson(saved + "index.json");
-  EXPECT_EQ(index["version"], 3);
-  for (nlohmann::json& file : index["files"]) {
-    const std::string path = saved + file["name"].get<std::string>();
-    EXPECT_EQ(file["crc32"], ChecksumOf(path, ChecksumKind::kCrc32));
-    file.erase("crc32");
-    file["sha256"] = ChecksumOf(path, ChecksumKind::kSha256);
-  }
-  index["version"] = 2;
-  Sign(index);
-  std::ofstream(saved + "index.json") << index;
   driver->Step(2);
-  ASSERT_TRUE(driver->job().Load(Path("gpt")).ok());
-  EXPECT_EQ(driver->job().StateHash(), hash);
-
-  std::fstream damaged(saved + "master.safetensors",
-                       std::ios::binary | std::ios::in | std::ios::out);
-  damaged.seekp(-1, std::ios::end).put('\x3f');
-  damaged.close();
-  EXPECT_THAT(Said(driver->job().Load(Path("gpt"))),
-              HasSubstr("master.safetensors does not match the checksum in index.json"));
+  ASSERT_TRUE(driver->job().Save(Path("best")).ok());
+  EXPECT_EQ(driver->job().Load(Path("best"))->step, 2u);
 }
 
 TEST_F(CheckpointFolderTest, AFullDiskLeavesNothingAndTheOlderOnesStand) {
@@ -471,10 +404,7 @@ TEST_F(CheckpointFolderTest, ASaveRemovesWhatKilledOnesLeftAndNothingThatIsInUse
 
 TEST_F(CheckpointFolderTest, AFolderWhoseParentIsGoneIsNotMadeAnew) {
   const auto driver = NewJob(engine_);
-  const absl::Status status = driver->job().Save(Path("mount/gpt")).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
-  EXPECT_THAT(std::string(status.message()),
-              AllOf(HasSubstr("there is no directory " + Path("mount")), HasSubstr("mount")));
+  EXPECT_TRUE(Refused(driver->job().Save(Path("mount/gpt")), absl::StatusCode::kNotFound));
   EXPECT_FALSE(fs::exists(Path("mount")));
   for (const char* bad : {"", "/", "gpt/", "gpt/..", "gpt/step-1.1"}) {
     EXPECT_EQ(driver->job().Save(*bad == 0 ? "" : Path(bad)).status().code(),
@@ -545,9 +475,7 @@ TEST_F(CheckpointFolderTest, ALoadWhoseCheckpointIsDeletedReadsTheNewerOneOrSays
   EXPECT_EQ(driver->job().StateHash(), hash);
 
   files.interrupt = save_and_delete;
-  const absl::Status status = driver->job().Load(Path("gpt")).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("each checkpoint was deleted"));
+  EXPECT_TRUE(Refused(driver->job().Load(Path("gpt")), absl::StatusCode::kUnavailable));
   EXPECT_EQ(driver->job().StateHash(), hash);
 }
 
@@ -605,8 +533,7 @@ TEST_F(CheckpointFolderTest, AServiceSavesItsJobsByItself) {
   driver->Step(8);
   while (warnings == 0) std::this_thread::yield();
   ASSERT_EQ(warned.size(), 1u);
-  EXPECT_THAT(warned[0], AllOf(HasSubstr("job job was not saved at step 8"),
-                               HasSubstr("what was saved before stands")));
+  EXPECT_TRUE(Says(warned[0]));
   fs::rename(Path("away"), Path("dir"));
   driver->Step(9);
   driver->Step(10);
@@ -622,17 +549,18 @@ TEST_F(CheckpointFolderTest, ADirectoryIsTriedAtOnceAndKnowsWhatItHas) {
     EXPECT_TRUE((*directory)->All().empty());
   }
   std::ofstream(Path("file")) << "in the way";
-  const absl::Status status = CheckpointDirectory::Open(PosixFileSystem(), Path("file")).status();
-  EXPECT_THAT(std::string(status.message()), HasSubstr("no job could be saved: cannot create"));
+  EXPECT_TRUE(Refused(CheckpointDirectory::Open(PosixFileSystem(), Path("file")),
+                      absl::StatusCode::kUnknown));
   FillingFileSystem full;
   EXPECT_EQ(CheckpointDirectory::Open(full, Path("full")).status().code(),
             absl::StatusCode::kResourceExhausted);
   // For jobs that live already.
   absl::Status problem;
-  for (const char* name : {"full", "file"}) {
+  for (const auto& [name, code] : {std::pair{"full", absl::StatusCode::kResourceExhausted},
+                                   std::pair{"file", absl::StatusCode::kUnknown}}) {
     const auto opened = CheckpointDirectory::Open(full, Path(name), {}, &problem);
     ASSERT_TRUE(opened.ok()) << opened.status();
-    EXPECT_THAT(std::string(problem.message()), HasSubstr("no job could be saved: "));
+    EXPECT_TRUE(Refused(problem, code));
     EXPECT_EQ((*opened)->path(), Path(name));
   }
   EXPECT_TRUE(CheckpointDirectory::Open(PosixFileSystem(), Path("full"), {}, &problem).ok());
@@ -641,8 +569,8 @@ TEST_F(CheckpointFolderTest, ADirectoryIsTriedAtOnceAndKnowsWhatItHas) {
   auto directory = CheckpointDirectory::Open(PosixFileSystem(), root_.string()).value();
   Engine engine(
       {.memory_limit_bytes = int64_t{64} << 20, .threads = 2, .checkpoints = directory.get()});
-  const auto said = [&] { return std::string(engine.FindJob("job").status().message()); };
-  EXPECT_EQ(said(), "there is no job job");  // Which may be a mistyped name.
+  // Which may be a mistyped name.
+  EXPECT_TRUE(Refused(engine.FindJob("job"), absl::StatusCode::kNotFound, reason::kNoSuchJob));
   {
     const auto driver = NewJob(engine, 1);
     ASSERT_TRUE(driver->job().Save(directory->PathOf("job")).ok());
@@ -660,8 +588,7 @@ TEST_F(CheckpointFolderTest, ADirectoryIsTriedAtOnceAndKnowsWhatItHas) {
     EXPECT_EQ(directory->NameOf(found[0].directory), "job/step-1.1");
   }
   EXPECT_EQ(directory->NameOf("/else/where"), "/else/where");
-  EXPECT_THAT(said(), AllOf(HasSubstr("saved was step 1, in " + Path("job/step-1.1")),
-                            HasSubstr("--resume=job"), HasSubstr("ballast load job")));
+  EXPECT_TRUE(Refused(engine.FindJob("job"), absl::StatusCode::kNotFound, reason::kNoSuchJob));
 }
 
 // ------------------------------------------------------------------ weights of others
@@ -738,16 +665,16 @@ TEST_F(CheckpointFolderTest, WeightsOfOthersBeginAJobWithMomentsOfZero) {
     std::vector<Tensor> tensors = all;
     tensors[tensor] = std::move(changed);
     WriteTensors(Path("one.safetensors"), tensors);
-    return std::string(import("one.safetensors").message());
+    return import("one.safetensors");
   };
-  EXPECT_THAT(with(1, {"q0", "F16", {1000}, repeat(fp16, 1000)}),
-              HasSubstr("has no weights of p0 in fp32, bf16 or fp16"));
-  EXPECT_THAT(with(1, {"p0", "F16", {10, 100}, repeat(fp16, 1000)}),
-              HasSubstr("p0 has shape [10, 100] in"));
-  EXPECT_THAT(with(1, {"p0", "F16", {1000}, repeat(fp16, 999) + std::string("\0\x7c", 2)}),
-              HasSubstr("p0 is inf at element 999"));
+  EXPECT_TRUE(Refused(with(1, {"q0", "F16", {1000}, repeat(fp16, 1000)}),
+                      absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(Refused(with(1, {"p0", "F16", {10, 100}, repeat(fp16, 1000)}),
+                      absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(Refused(with(1, {"p0", "F16", {1000}, repeat(fp16, 999) + std::string("\0\x7c", 2)}),
+                      absl::StatusCode::kDataLoss));
   EXPECT_EQ(driver->job().StateHash(), hash);
-  EXPECT_EQ(with(0, all[0]), "");  // And this is what it takes.
+  EXPECT_EQ(with(0, all[0]), absl::OkStatus());  // And this is what it takes.
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOR_TESTS_H_
 
 #include <gtest/gtest.h>
+#include <libdeflate.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -15,8 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
-#include "cpu_optimizer_service/state/file_checksum.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -127,12 +128,10 @@ inline void Sign(nlohmann::json& index) {
   index["sha256"] = sha256.Hex();
 }
 
-inline std::string ChecksumOf(const std::string& path, ChecksumKind kind) {
+inline std::string Crc32Of(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   const std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-  FileChecksum checksum(kind);
-  checksum.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()));
-  return checksum.Result().hex;
+  return absl::StrCat(absl::Hex(libdeflate_crc32(0, bytes.data(), bytes.size()), absl::kZeroPad8));
 }
 
 inline nlohmann::json ReadJson(const std::string& path) {

@@ -12,13 +12,12 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/state/safetensors.h"
 #include "tests/cpu_optimizer_service/state/checkpoint_for_tests.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 class WeightsExportTest : public CheckpointTest {
  protected:
@@ -96,9 +95,7 @@ TEST_F(WeightsExportTest, NothingIsOverwrittenAndAnEmptyDirectoryIsFilled) {
   const auto size = fs::file_size(Path("out/model.safetensors"));
   driver_.Step(2);
   SaveAt(driver_, "later");
-  const absl::Status again = Export({.checkpoint = "later"}).status();
-  EXPECT_EQ(again.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(again.message(), AllOf(HasSubstr(Path("out")), HasSubstr("nothing is overwritten")));
+  EXPECT_TRUE(Refused(Export({.checkpoint = "later"}), absl::StatusCode::kFailedPrecondition));
   EXPECT_EQ(fs::file_size(Path("out/model.safetensors")), size);
   fs::remove_all(Path("out"));
   std::ofstream(Path("out")) << "a file";
@@ -111,12 +108,10 @@ TEST_F(WeightsExportTest, NothingIsOverwrittenAndAnEmptyDirectoryIsFilled) {
 TEST_F(WeightsExportTest, ADirectoryThatNoRenameReplacesIsRefusedBeforeAnythingIsRead) {
   fs::create_directories(Path("out/in"));
   for (const char* name : {".", "..", "out/.", "out/in/../"}) {
-    const absl::Status status =
+    EXPECT_TRUE(Refused(
         ExportWeights(PosixFileSystem(),
-                      {.checkpoint = "none", .directory = *name == '.' ? name : Path(name)})
-            .status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-    EXPECT_THAT(status.message(), HasSubstr("name a directory in it that does not exist yet"));
+                      {.checkpoint = "none", .directory = *name == '.' ? name : Path(name)}),
+        absl::StatusCode::kFailedPrecondition));
   }
 }
 
@@ -142,8 +137,7 @@ TEST_F(WeightsExportTest, ADamagedCheckpointIsNotExported) {
   file.put(1).flush();
   const std::set<std::string> before = NamesBeside();
   const absl::Status status = Export({}).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
-  EXPECT_THAT(status.message(), HasSubstr("does not match the checksum"));
+  EXPECT_TRUE(Refused(status, absl::StatusCode::kDataLoss));
   EXPECT_EQ(NamesBeside(), before);
   EXPECT_EQ(Export({.checkpoint = "none"}).status().code(), absl::StatusCode::kNotFound);
 }
@@ -156,12 +150,9 @@ TEST(WriteSafetensors, SaysWhichWeightADTypeDoesNotHave) {
     out[0] = out[2] = 1;
     out[1] = std::numeric_limits<float>::max();
   };
-  const absl::Status status =
-      WriteSafetensors(PosixFileSystem(), path, tensors, read, {.dtype = DType::kBFloat16})
-          .status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(status.message(),
-              AllOf(HasSubstr("w is 3.4"), HasSubstr("element 1"), HasSubstr("bf16")));
+  EXPECT_TRUE(
+      Refused(WriteSafetensors(PosixFileSystem(), path, tensors, read, {.dtype = DType::kBFloat16}),
+              absl::StatusCode::kFailedPrecondition));
   std::filesystem::remove(path);
   EXPECT_TRUE(WriteSafetensors(PosixFileSystem(), path, tensors, read).ok());
   std::filesystem::remove(path);

@@ -1,6 +1,5 @@
 #include "gpu_worker/buckets/gradient_staging.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -9,8 +8,6 @@
 
 namespace ballast::worker {
 namespace {
-
-using testing::HasSubstr;
 
 Layout OneChunk() {
   return Layout::Create({.world_size = 1,
@@ -70,9 +67,7 @@ TEST(GradientStaging, APayloadThatIsNeverReleasedIsAnErrorInTime) {
   GradientStaging staging(layout, {DType::kFloat32}, 0, absl::Milliseconds(50));
   const std::vector<float> values(256, 1.0f);
   ASSERT_TRUE(staging.Fill(0, 0, values).ok());
-  const absl::Status status = staging.Fill(0, 1, values).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_THAT(status.message(), HasSubstr("chunk 0 of micro-step 1 waited 50ms"));
+  EXPECT_EQ(staging.Fill(0, 1, values).status().code(), absl::StatusCode::kDeadlineExceeded);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "tests/gpu_worker/collective/ranks.h"
 #include "tests/gpu_worker/training/model_in_memory.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
@@ -325,10 +326,7 @@ TEST(CpuBackend, ABackwardThatReachesNothingIsAnErrorOfThisRanksStepAlone) {
       ASSERT_TRUE(rank.MicroSteps(3).ok());
       const absl::Status finished = rank.backend().FinishStep().status();
       if (fails) {
-        EXPECT_EQ(finished.code(), absl::StatusCode::kFailedPrecondition);
-        EXPECT_THAT(finished.message(),
-                    testing::StartsWith("rank 1: the backward of micro-step 0 gave no parameter a "
-                                        "gradient, of 4: p0, p1, p2, p3; "));
+        EXPECT_TRUE(Refused(finished, absl::StatusCode::kFailedPrecondition));
       } else {
         EXPECT_TRUE(finished.ok()) << finished;
       }

@@ -12,8 +12,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/gpu_emulator/fake_device.h"
 #include "tests/gpu_worker/gpt/model_on_device.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
@@ -201,10 +203,7 @@ TEST(DeviceGptMemory, SaysWhatToMakeSmallerWhereThereIsTooLittle) {
   const std::unique_ptr<DeviceStream> compute = device.CreateStream("compute").value();
   const std::unique_ptr<DeviceMatmul> matmul = MakeFakeMatmul();
   const absl::Status full = DeviceGpt::Create(kConfig, {device, *compute, *matmul}, 64).status();
-  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(full.message(),
-              testing::HasSubstr("activations of 64 sequences of 16 tokens take 0.01 GiB; choose "
-                                 "a smaller --batch"));
+  EXPECT_TRUE(Refused(full, absl::StatusCode::kResourceExhausted, reason::kDeviceMemoryFull));
   EXPECT_EQ(device.allocated_bytes(), 0);
 }
 

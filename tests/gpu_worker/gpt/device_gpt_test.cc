@@ -15,12 +15,12 @@
 #include "tests/gpu_worker/cuda/kernel_test.h"
 #include "tests/gpu_worker/gpt/model_on_device.h"
 #include "tests/gpu_worker/gpt/test_matmul.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
 
 using testing::Each;
-using testing::HasSubstr;
 
 constexpr GptConfig kOneHead{.layers = 2, .heads = 1, .width = 64, .context = 16};
 constexpr GptConfig kTwoHeads{.layers = 2, .heads = 2, .width = 128, .context = 40};
@@ -207,25 +207,22 @@ TEST_F(DeviceGptPasses, TheLossScaleMultipliesEveryGradientAndNotTheLoss) {
 TEST_F(DeviceGptPasses, RefusesABatchBeyondItsMemoryOrItsVocabulary) {
   ModelOnDevice on(kOneHead, parts(), 2);
   int events = 0;
-  const auto refusal = [&](const Batch& batch) {
+  const auto expect_refused = [&](const Batch& batch) {
     const auto count = [&](int) {
       ++events;
       return absl::OkStatus();
     };
-    const absl::Status status =
-        on.model().ForwardBackward(batch, {}, on.loss(), {count, count, count});
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-    return std::string(status.message());
+    EXPECT_TRUE(Refused(on.model().ForwardBackward(batch, {}, on.loss(), {count, count, count}),
+                        absl::StatusCode::kInvalidArgument));
   };
-  EXPECT_THAT(refusal(SomeBatch(kOneHead, 3, 16)),
-              HasSubstr("3 sequences of 16 tokens; there is memory for 2 of at most 16"));
-  EXPECT_THAT(refusal(SomeBatch(kOneHead, 1, 17)), HasSubstr("1 sequences of 17 tokens"));
+  expect_refused(SomeBatch(kOneHead, 3, 16));
+  expect_refused(SomeBatch(kOneHead, 1, 17));
   Batch strange = SomeBatch(kOneHead, 1, 16);
   strange.inputs[3] = 256;
-  EXPECT_THAT(refusal(strange), HasSubstr("token 256, but the model knows 256 tokens"));
+  expect_refused(strange);
   strange = SomeBatch(kOneHead, 1, 16);
   strange.targets[15] = -1;
-  EXPECT_THAT(refusal(strange), HasSubstr("token -1"));
+  expect_refused(strange);
   EXPECT_EQ(events, 0);
 }
 

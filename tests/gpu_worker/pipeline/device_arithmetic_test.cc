@@ -18,10 +18,12 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/training/scalar_arithmetic.h"
 #include "gpu_worker/training/training_job.h"
 #include "tests/gpu_emulator/fake_device.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
@@ -419,8 +421,7 @@ TEST(DeviceArithmetic, SaysWhatMemoryItWanted) {
   const absl::Status status =
       MakeDeviceArithmetic(device, job.layout, job.spec.groups, 0, /*sums=*/false, nullptr)
           .status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(status.message(), HasSubstr("optimizer"));
+  EXPECT_TRUE(Refused(status, absl::StatusCode::kResourceExhausted, reason::kDeviceMemoryFull));
 }
 
 }  // namespace

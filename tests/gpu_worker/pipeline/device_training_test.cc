@@ -16,11 +16,10 @@
 #include "tests/gpu_emulator/fake_device.h"
 #include "tests/gpu_worker/training/meddling_optimizer.h"
 #include "tests/gpu_worker/training/training.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
-
-using testing::HasSubstr;
 
 // What a rank's backend borrows.
 struct RankDevice {
@@ -125,27 +124,6 @@ TEST_P(DeviceTraining, ThroughTheServiceEqualsTheOptimizerOnTheDeviceBitForBit) 
   }
 }
 
-TEST(DeviceTraining, DoesAnAbortedStepAgainWithTheSameBits) {
-  const Training training{.world_size = 2, .steps = 3};
-  const Result undisturbed = TrainWhole(training, 2);
-  for (const Instant& at : {Instant{.verb = Verb::kPush, .rank = 1, .step = 2, .index = 3},
-                            Instant{.verb = Verb::kSeal, .rank = 0, .step = 3}}) {
-    for (const client::SharedMemoryUse use :
-         {client::SharedMemoryUse::kNever, client::SharedMemoryUse::kAuto}) {
-      Service service(use);
-      const auto abort = [&] {
-        while (!service.job()->Status().ranks[at.rank].begun) std::this_thread::yield();
-        const absl::Status status = service.job()->AbortStep().status();
-        EXPECT_TRUE(status.ok() || absl::IsFailedPrecondition(status)) << status;
-        return absl::OkStatus();
-      };
-      ExpectSame(TrainWhole(training, 3, Meddling(service.Optimizer(), OnceAt(at, abort))),
-                 undisturbed);
-      EXPECT_EQ(service.job()->Status().generation, Generation(2));
-    }
-  }
-}
-
 // The next step's forward has begun by then, with weights of which some do not come.
 TEST(DeviceTraining, AStepOfWhichARankMissesTheWeightsIsReadAgainWithTheSameBits) {
   const Training training{.world_size = 2, .steps = 4};
@@ -183,8 +161,8 @@ TEST(DeviceTraining, ALostDeviceIsOneLineAndLeavesTheJobAtItsCommittedStep) {
       {.steps = 4}, {.seed = 1, .fail = fail},
       Meddling(service.Optimizer(), OnceAt({.verb = Verb::kPush, .step = 3, .index = 2}, lose)));
   EXPECT_EQ(result.statuses[0].code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(result.statuses[0].message(), HasSubstr("GPU 0 (fake) is lost"));
-  EXPECT_THAT(result.statuses[0].message(), testing::Not(HasSubstr("\n")));
+  EXPECT_THAT(result.statuses[0].message(), testing::HasSubstr("GPU 0 (fake) is lost"));
+  EXPECT_THAT(result.statuses[0].message(), testing::Not(testing::HasSubstr("\n")));
   EXPECT_EQ(service.job()->Status().committed_step, 2);
 }
 

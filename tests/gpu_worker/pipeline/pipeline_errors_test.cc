@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/messages.h"
+
 namespace ballast::worker {
 namespace {
 
@@ -56,8 +58,7 @@ TEST(PipelineErrors, AFailureOutranksAnErrorOfTheStepAndTellsIt) {
   errors.Fail(kLost);
   for (const absl::Status& status : {errors.current(), errors.failure(), errors.FinishStep(),
                                      errors.current(), errors.FinishStep()}) {
-    EXPECT_EQ(status.code(), kLost.code());
-    EXPECT_EQ(status.message(), "chunk 3: the service took it back; then: GPU 0 is lost");
+    EXPECT_TRUE(Refused(status, kLost.code()));
   }
 }
 

@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -46,14 +45,13 @@ class Directory {
   void WriteCsv(const std::string& contents) {
     std::ofstream(path() + "/losses.csv", std::ios::binary) << contents;
   }
-  std::unique_ptr<LossLog> Open(uint64_t committed, const std::string& job = "a job") {
-    return LossLog::Open(path(), job, committed).value();
+  std::unique_ptr<LossLog> Open(uint64_t committed) {
+    return LossLog::Open(path(), committed).value();
   }
   // Does whole steps, as a worker that is killed after the last.
   void DoSteps(uint64_t first, uint64_t last) {
     const std::unique_ptr<LossLog> log = Open(first - 1);
     for (uint64_t step = first; step <= last; ++step) {
-      ASSERT_TRUE(log->Note(step, ReportOf(step).loss).ok());
       ASSERT_TRUE(log->Append(ReportOf(step)).ok());
     }
   }
@@ -119,19 +117,6 @@ TEST(LossLog, ALineOfAStepThatIsNotCommittedGoes) {
   EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3}));
 }
 
-TEST(LossLog, KeepsTheLinesOfTheJobThatItResumes) {
-  Directory directory;
-  directory.DoSteps(1, 5);
-  EXPECT_THAT(StepsOf(*LossLog::Open(directory.path(), "resumed", 3, /*resumes=*/true).value()),
-              ElementsAre(1, 2, 3));
-  EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3}));
-  // Its next start is an ordinary one.
-  EXPECT_THAT(StepsOf(*directory.Open(3, "resumed")), ElementsAre(1, 2, 3));
-  // Nothing was resumed: the job is new, whatever its worker's command says.
-  EXPECT_THAT(StepsOf(*LossLog::Open(directory.path(), "new", 0, /*resumes=*/true).value()),
-              IsEmpty());
-}
-
 TEST(LossLog, ATornLineGoes) {
   Directory directory;
   directory.Open(0);
@@ -142,51 +127,18 @@ TEST(LossLog, ATornLineGoes) {
 }
 
 // Killed after the service committed step 4, before its line was written.
-TEST(LossLog, ACommittedStepWithoutALineIsRecoveredFromItsNote) {
+TEST(LossLog, ACommittedStepMayHaveNoLine) {
   Directory directory;
   directory.DoSteps(1, 3);
-  {
-    const std::unique_ptr<LossLog> log = directory.Open(3);
-    ASSERT_TRUE(log->Note(4, ReportOf(4).loss).ok());
-  }
-  const std::unique_ptr<LossLog> log = directory.Open(4);
-  EXPECT_THAT(StepsOf(*log), ElementsAre(1, 2, 3, 4));
-  EXPECT_EQ(log->reports()[3].loss, ReportOf(4).loss);
-  EXPECT_TRUE(std::isnan(log->reports()[3].norm));
-  EXPECT_TRUE(std::isnan(log->reports()[3].seconds));
-  // Another start finds the line, and the note that it has used, and makes no second one of it.
-  EXPECT_THAT(StepsOf(*directory.Open(4)), ElementsAre(1, 2, 3, 4));
+  directory.DoSteps(5, 6);
+  EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3, 5, 6}));
 }
 
-// Killed likewise, and the job went on from a checkpoint of that step, under another uid.
-TEST(LossLog, ACommittedStepWithoutALineIsRecoveredWhereItsJobIsResumed) {
-  Directory directory;
-  directory.DoSteps(1, 3);
-  ASSERT_TRUE(directory.Open(3)->Note(4, ReportOf(4).loss).ok());
-  const auto resume = [&](const std::string& job, uint64_t step) {
-    return StepsOf(*LossLog::Open(directory.path(), job, step, /*resumes=*/true).value());
-  };
-  EXPECT_THAT(resume("resumed", 4), ElementsAre(1, 2, 3, 4));
-  EXPECT_THAT(StepsOf(*directory.Open(4, "resumed")), ElementsAre(1, 2, 3, 4));
-  // A step after the checkpoint is done again.
-  ASSERT_TRUE(directory.Open(4, "resumed")->Note(5, ReportOf(5).loss).ok());
-  EXPECT_THAT(resume("resumed again", 4), ElementsAre(1, 2, 3, 4));
-}
-
-TEST(LossLog, ANoteOfAStepThatWasNotCommittedIsForgotten) {
-  Directory directory;
-  directory.DoSteps(1, 3);
-  ASSERT_TRUE(directory.Open(3)->Note(4, 1.0).ok());
-  EXPECT_THAT(StepsOf(*directory.Open(3)), ElementsAre(1, 2, 3));
-}
-
-TEST(LossLog, AFileOfAnotherJobGoes) {
+TEST(LossLog, AFileOfAnotherRunGoes) {
   Directory directory;
   directory.DoSteps(1, 5);
-  ASSERT_TRUE(directory.Open(5)->Note(6, 1.0).ok());
-  EXPECT_THAT(StepsOf(*directory.Open(6, "another job")), IsEmpty());
+  EXPECT_THAT(StepsOf(*directory.Open(0)), IsEmpty());
   EXPECT_EQ(directory.Csv(), kHeader);
-  EXPECT_THAT(StepsOf(*directory.Open(6, "another job")), IsEmpty());  // Nor is the note its own.
   directory.WriteCsv("a user's file\n");
   EXPECT_THAT(StepsOf(*directory.Open(7)), IsEmpty());
 }
@@ -198,13 +150,6 @@ TEST(LossLog, StepsThatAreDoneOnceMoreReplaceTheirLines) {
   ASSERT_TRUE(log->Append(ReportOf(4)).ok());
   ASSERT_TRUE(log->Append(ReportOf(5)).ok());
   EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3, 4, 5}));
-}
-
-TEST(LossLog, LeavesOnlyTheFileAndItsJob) {
-  Directory directory;
-  const std::unique_ptr<LossLog> log = directory.Open(0);
-  ASSERT_TRUE(log->Note(1, 1.0).ok());
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 2);
 }
 
 }  // namespace

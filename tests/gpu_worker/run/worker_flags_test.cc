@@ -4,17 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "absl/flags/reflection.h"
+#include "absl/strings/str_cat.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
 
-using testing::HasSubstr;
-
 absl::StatusOr<WorkerFlags> Read(std::vector<std::string> words) {
-  const absl::FlagSaver defaults;  // Given back when this returns.
   words.insert(words.begin(), "ballast-worker");
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
@@ -22,10 +21,8 @@ absl::StatusOr<WorkerFlags> Read(std::vector<std::string> words) {
   return ReadWorkerFlags(static_cast<int>(words.size()), arguments.data());
 }
 
-std::string Refusal(const std::vector<std::string>& words) {
-  const absl::Status status = Read(words).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-  return std::string(status.message());
+void ExpectRefused(const std::vector<std::string>& words) {
+  EXPECT_TRUE(Refused(Read(words), absl::StatusCode::kInvalidArgument));
 }
 
 TEST(WorkerFlags, AreTheCpuAndTheServiceByDefault) {
@@ -40,16 +37,17 @@ TEST(WorkerFlags, AreTheCpuAndTheServiceByDefault) {
 TEST(WorkerFlags, MayBeWrittenWithDashesOrUnderscores) {
   EXPECT_EQ(Read({"--micro-steps=3"})->options.trainer.micro_steps, 3u);
   EXPECT_EQ(Read({"--micro_steps", "4"})->options.trainer.micro_steps, 4u);
+  EXPECT_FALSE(Read({"--keep_previous", "--nokeep_previous"})->options.job.keep_previous);
+  ExpectRefused({"--micro-step=3"});
 }
 
 TEST(WorkerFlags, TakeAModelByItsNameOrItsSizesAndNotBoth) {
   EXPECT_EQ(Read({"--model=gpt2-124M"})->options.model, FindGptConfig("gpt2-124M").value());
   EXPECT_EQ(Read({"--width=64", "--heads=2"})->options.model.width, 64);
   for (const std::string size : {"--layers=2", "--width=64", "--heads=2", "--context=64"}) {
-    EXPECT_THAT(Refusal({"--model=gpt2-124M", size}),
-                HasSubstr(size.substr(0, size.find('=')) + " is part of --model"));
+    ExpectRefused({"--model=gpt2-124M", size});
   }
-  EXPECT_THAT(Refusal({"--model=gpt5"}), HasSubstr("gpt2-124M"));
+  ExpectRefused({"--model=gpt5"});
 }
 
 TEST(WorkerFlags, ChooseTheDeviceAndItsCollective) {
@@ -57,12 +55,12 @@ TEST(WorkerFlags, ChooseTheDeviceAndItsCollective) {
   EXPECT_EQ(flags.device, DeviceKind::kCuda);
   EXPECT_EQ(flags.options.backend_name, "cuda");
   EXPECT_EQ(flags.collective, CollectiveKind::kGloo);
-  EXPECT_THAT(Refusal({"--device=tpu"}), HasSubstr("--device=tpu must be cpu or cuda"));
-  EXPECT_THAT(Refusal({"--collective=nccl"}), HasSubstr("use it with --device=cuda"));
+  ExpectRefused({"--device=tpu"});
+  ExpectRefused({"--collective=nccl"});
 }
 
 TEST(WorkerFlags, KnowThatGpusComputeInBFloat16) {
-  EXPECT_THAT(Refusal({"--device=cuda", "--dtype=fp32"}), HasSubstr("GPUs compute in bf16"));
+  ExpectRefused({"--device=cuda", "--dtype=fp32"});
   EXPECT_EQ(Read({"--device=cuda", "--wire-dtype=fp32"})->options.job.wire_dtype, DType::kFloat32);
 }
 
@@ -75,14 +73,7 @@ TEST(WorkerFlags, WhoWaitsForTheServiceGivesUpBeforeWhoWaitsForTheWorker) {
   EXPECT_GT(patient.peer_timeout, patient.options.seal_timeout);
   // An explicit flag overrides it.
   EXPECT_EQ(Read({"--peer-timeout=60s"})->peer_timeout, absl::Minutes(1));
-  EXPECT_THAT(Refusal({"--peer-timeout=0s"}),
-              HasSubstr("--peer-timeout=0 must be between 1ms and"));
-}
-
-TEST(WorkerFlags, LeaveOutTheWeightsFileWhereNobodyReadsIt) {
-  EXPECT_EQ(Read({"--out=run"})->options.weights_file, WeightsFile::kWritten);
-  EXPECT_EQ(Read({"--out=run", "--nowrite-weights"})->options.weights_file,
-            WeightsFile::kHashedOnly);
+  ExpectRefused({"--peer-timeout=0s"});
 }
 
 TEST(WorkerFlags, KeepPreviousIsTheJobs) {
@@ -90,9 +81,29 @@ TEST(WorkerFlags, KeepPreviousIsTheJobs) {
   EXPECT_TRUE(Read({"--out=run", "--keep-previous"})->options.job.keep_previous);
 }
 
+TEST(WorkerFlags, HaveAValueOfTheirChoices) {
+  for (const auto& [flag, value] :
+       {std::pair("--accumulate", "nowhere"), std::pair("--update", "never"),
+        std::pair("--shared-memory", "always"), std::pair("--dtype", "fp8"),
+        std::pair("--wire-dtype", "fp64"), std::pair("--seal-timeout", "-1s"),
+        std::pair("--threads", "0")}) {
+    ExpectRefused({flag, value});
+  }
+  // CLI11 would take these for a number.
+  for (const std::string flag : {"--steps=-1", "--lr=nan", "--batch="}) {
+    ExpectRefused({flag});
+  }
+  ExpectRefused({"--save=relative/path"});
+}
+
 TEST(WorkerFlags, AreRefusedWhereTheyMeanNothing) {
-  EXPECT_THAT(Refusal({"--optimizer=local", "--update=wait"}), HasSubstr("--optimizer=service"));
-  EXPECT_THAT(Refusal({"train"}), HasSubstr("unexpected argument 'train'"));
+  ExpectRefused({"--min-loss-scale=2"});
+  for (const std::string flag :
+       {"--service=127.0.0.1:1", "--update=wait", "--seal-timeout=3s", "--shared-memory=never",
+        "--reconnect-timeout=3s", "--resume=/there", "--save=/there"}) {
+    ExpectRefused({"--optimizer=local", flag});
+  }
+  ExpectRefused({"train"});
 }
 
 }  // namespace

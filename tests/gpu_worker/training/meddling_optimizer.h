@@ -47,7 +47,6 @@ class MeddlingOptimizer final : public StepOptimizer {
     stale_.push_back(std::exchange(fresh_, {}));
     return Around(Verb::kJoin, 0, [&] { return real_->Join(first_weights); });
   }
-  std::string job_uid() const override { return real_->job_uid(); }
   Generation generation() const override { return real_->generation(); }
   uint64_t committed_step() const override { return real_->committed_step(); }
   std::string trainer_state() const override { return real_->trainer_state(); }

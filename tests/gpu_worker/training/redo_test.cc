@@ -8,15 +8,16 @@
 #include <thread>
 #include <utility>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "gpu_worker/run/loss_log.h"
 #include "tests/gpu_worker/training/meddling_optimizer.h"
 #include "tests/gpu_worker/training/training.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
 
 using testing::ElementsAre;
-using testing::HasSubstr;
 
 std::vector<uint64_t> StepsOf(const std::vector<StepReport>& reports) {
   std::vector<uint64_t> steps;
@@ -194,7 +195,8 @@ TEST(RedoneStep, AProcessWhoseRankWasTakenEndsAndSoDoItsPeers) {
                  OnceAt({.verb = Verb::kPush, .rank = 0, .step = 3, .index = 3}, [&] {
                    return service.job()->Attach({.rank = rank, .process_id = "another"}).status();
                  })));
-    EXPECT_THAT(result.statuses[rank].message(), HasSubstr("this one was replaced"));
+    EXPECT_TRUE(Refused(result.statuses[rank], absl::StatusCode::kFailedPrecondition,
+                        reason::kRankReplaced));
     EXPECT_FALSE(result.statuses[1 - rank].ok());
     EXPECT_EQ(service.job()->Status().committed_step, 2);
   }
@@ -292,7 +294,7 @@ TEST(RedoneStep, ALoadBeyondTheLastStepEndsTheRun) {
       {.world_size = 2, .steps = 2},
       Meddling(service.Optimizer(), OnceAt({.verb = Verb::kPush, .rank = 0, .step = 2}, load)));
   for (const absl::Status& status : result.statuses) {
-    EXPECT_THAT(status.message(), HasSubstr("is at step 3 already"));
+    EXPECT_TRUE(Refused(status, absl::StatusCode::kFailedPrecondition));
   }
 }
 
@@ -334,8 +336,7 @@ TEST(RedoneStep, AStepThatIsAbortedEveryTimeEndsTheRun) {
                                                                              : absl::OkStatus();
       }));
   for (const absl::Status& status : result.statuses) {
-    EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
-    EXPECT_THAT(status.message(), HasSubstr("step 2 was aborted 100 times in a row"));
+    EXPECT_TRUE(Refused(status, absl::StatusCode::kAborted));
   }
 }
 
@@ -350,9 +351,6 @@ TEST(RedoneStep, AJobThatWasClosedIsNotMadeAnew) {
               absl::IsFailedPrecondition(result.statuses[1]));
   for (const absl::Status& status : result.statuses) {
     EXPECT_FALSE(status.ok());
-    if (absl::IsFailedPrecondition(status)) {
-      EXPECT_THAT(status.message(), HasSubstr("job gpt was closed on the service"));
-    }
   }
   EXPECT_FALSE(service.engine().FindJob("gpt").ok());
 }
@@ -371,7 +369,7 @@ TEST(SealTimeout, EndsTheWorkerNamingWhoHasNotSealed) {
     // On a busy machine step 1 may take longer.
     if (!gave_up && limit < absl::Seconds(40)) continue;
     EXPECT_EQ(result.statuses[0].code(), absl::StatusCode::kDeadlineExceeded);
-    EXPECT_THAT(result.statuses[0].message(), HasSubstr("not sealed: rank 1"));
+    EXPECT_THAT(result.statuses[0].message(), testing::HasSubstr("rank 1"));
     // Rank 1's late seal is good: the step is committed, and only then it finds itself alone.
     EXPECT_FALSE(result.statuses[1].ok());
     EXPECT_EQ(service.job()->Status().committed_step, 2);

@@ -10,6 +10,7 @@
 #include "gpu_worker/run/loss_log.h"
 #include "tests/gpu_worker/collective/every_world.h"
 #include "tests/gpu_worker/training/training.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
@@ -41,20 +42,6 @@ TEST_P(ServiceTraining, EqualsTheLocalOptimizerBitForBit) {
   EXPECT_LT(local.reports.back().loss, local.reports.front().loss);
 }
 
-// Each way sums the same gradients, the worker's in fp32 only: within rounding of each other.
-TEST(ServiceTraining, WhoAccumulatesChangesNothingButRounding) {
-  Service service, other;
-  Training training{.world_size = 2, .micro_steps = 3, .wire_dtype = DType::kFloat32};
-  const Result in_service = Train(training, service.Optimizer());
-  training.accumulation = Accumulation::kWorker;
-  const Result on_worker = Train(training, other.Optimizer());
-  for (size_t i = 0; i < in_service.reports.size(); ++i) {
-    EXPECT_NEAR(on_worker.reports[i].loss, in_service.reports[i].loss, 1e-3);
-    EXPECT_NEAR(on_worker.reports[i].norm, in_service.reports[i].norm,
-                1e-3 * in_service.reports[i].norm);
-  }
-}
-
 TEST(ServiceTraining, TheNumberOfMicroStepsIsWhatEachStepSeals) {
   for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
     const Training training{.world_size = 2,
@@ -69,19 +56,6 @@ TEST(ServiceTraining, TheNumberOfMicroStepsIsWhatEachStepSeals) {
       sealed.push_back(record.micro_steps);
     }
     EXPECT_THAT(sealed, testing::ElementsAre(2, 3, 1, 2, 3));
-  }
-}
-
-TEST(ServiceTraining, WaitingAndSpeculatingGiveTheSameBits) {
-  for (const double max_norm : {0.5, 1e6}) {  // All speculation fails, or none.
-    Service waiting, speculating;
-    Training training{.world_size = 2, .update_mode = UpdateMode::kWait, .max_norm = max_norm};
-    const Result expected = Train(training, waiting.Optimizer());
-    training.update_mode = UpdateMode::kSpeculate;
-    ExpectSame(Train(training, speculating.Optimizer()), expected);
-    EXPECT_EQ(waiting.job()->Status().speculation.speculated, 0);
-    EXPECT_EQ(waiting.job()->spec().update_mode, UpdateMode::kWait);
-    EXPECT_EQ(speculating.job()->spec().update_mode, UpdateMode::kSpeculate);
   }
 }
 
@@ -150,10 +124,7 @@ TEST(ServiceTraining, ACheckpointThatIsNamedIsTakenAndMustBeThere) {
   EXPECT_EQ(resumed.reports[0].step, 3);
   EXPECT_TRUE(resumed.weights == expected.weights);
   const Result failed = TrainUntilItEnds({}, third.Optimizer(checkpoint.str() + "/step-3"));
-  EXPECT_EQ(failed.statuses[0].code(), absl::StatusCode::kNotFound) << failed.statuses[0];
-  EXPECT_THAT(failed.statuses[0].message(),
-              testing::HasSubstr("there is no checkpoint of step 3 in " + checkpoint.str() +
-                                 " (there are steps 2, 4)"));
+  EXPECT_TRUE(Refused(failed.statuses[0], absl::StatusCode::kNotFound)) << failed.statuses[0];
   EXPECT_TRUE(third.engine().ListJobs().empty());
 }
 
@@ -189,8 +160,7 @@ TEST(ServiceTraining, AJobThatIsPastItsLastStepSaysSo) {
   Service service;
   Train({.steps = 3}, service.Optimizer());
   const Result result = TrainUntilItEnds({.steps = 2}, service.Optimizer());
-  EXPECT_EQ(result.statuses[0].code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(result.statuses[0].message(), testing::HasSubstr("job gpt is at step 3 already"));
+  EXPECT_TRUE(Refused(result.statuses[0], absl::StatusCode::kFailedPrecondition));
 }
 
 // A worker that is started again has the same flags.
@@ -216,17 +186,6 @@ TEST(ServiceTraining, OutputSaysHowGradientsTravelled) {
   const TempPath out("out");
   Train({.steps = 1, .out = out.str()}, MakeLocalOptimizer);
   EXPECT_FALSE(nlohmann::json::parse(ReadAll(out.str() + "/worker.json")).contains("transport"));
-}
-
-TEST(ServiceTraining, OutputSaysWhatTheServiceCounted) {
-  Service service;
-  const TempPath out("out");
-  Train({.steps = 4, .max_norm = 1e6, .out = out.str()}, service.Optimizer());
-  const nlohmann::json json = nlohmann::json::parse(ReadAll(out.str() + "/worker.json"));
-  const JobStatus status = service.job()->Status();
-  EXPECT_EQ(json["coverage_complete_steps"], 4);
-  EXPECT_EQ(json["speculated_chunks"], status.speculation.speculated);
-  EXPECT_EQ(json["redone_chunks"], status.speculation.redone);
 }
 
 }  // namespace

@@ -18,12 +18,12 @@
 #include "gpu_worker/collective/single_collective.h"
 #include "gpu_worker/training/trainer.h"
 #include "tests/gpu_worker/pipeline/one_shot_event.h"
+#include "tests/support/messages.h"
 
 namespace ballast::worker {
 namespace {
 
 using testing::ElementsAre;
-using testing::HasSubstr;
 
 constexpr int kChunks = 8;
 constexpr int kContext = 8;
@@ -260,10 +260,10 @@ class Training {
   absl::Status Train() {
     absl::Status status = trainer_.Join();
     if (!status.ok()) return status;
-    return trainer_.Run({.on_sealing = {}, .on_step = [&](const StepReport& report) {
-                           reports.push_back(report);
-                           return absl::OkStatus();
-                         }});
+    return trainer_.Run([&](const StepReport& report) {
+      reports.push_back(report);
+      return absl::OkStatus();
+    });
   }
   std::vector<uint64_t> steps() const {
     std::vector<uint64_t> steps;
@@ -339,8 +339,7 @@ TEST(TrainerOverABackend, AnErrorOfThePushEndsTheRun) {
   Training run;
   run.optimizer.AnswerPush(2, 3, absl::UnavailableError("the service is gone"));
   const absl::Status status = run.Train();
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(status.message(), HasSubstr("step 2: the service is gone"));
+  EXPECT_TRUE(Refused(status, absl::StatusCode::kUnavailable));
   EXPECT_THAT(run.steps(), ElementsAre(1));
 }
 
@@ -349,7 +348,7 @@ TEST(TrainerOverABackend, AnErrorOfAPassEndsTheRunAndFinishesTheStep) {
   Training run;
   run.backend.FailAt(2);
   const absl::Status status = run.Train();
-  EXPECT_THAT(status.message(), HasSubstr("step 2: the GPU is lost"));
+  EXPECT_TRUE(Refused(status, absl::StatusCode::kUnavailable));
   EXPECT_EQ(run.backend.finished(), 2);
 }
 
@@ -428,7 +427,7 @@ TEST(TrainerOverABackendAhead, AnErrorOfReceivingEndsTheRun) {
   Training run;
   run.backend.GatherAhead();
   run.optimizer.AnswerReceive(2, absl::UnavailableError("the service is gone"));
-  EXPECT_THAT(run.Train().message(), HasSubstr("the service is gone"));
+  EXPECT_TRUE(Refused(run.Train(), absl::StatusCode::kUnavailable));
   EXPECT_THAT(run.steps(), ElementsAre(1));
 }
 

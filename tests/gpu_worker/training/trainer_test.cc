@@ -9,15 +9,16 @@
 #include <cmath>
 #include <numeric>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "gpu_worker/base/random.h"
 #include "gpu_worker/cpu/cpu_backend.h"
 #include "tests/gpu_worker/training/model_in_memory.h"
 #include "tests/gpu_worker/training/training.h"
+#include "tests/support/messages.h"
+#include "tests/support/plain_adamw.h"
 
 namespace ballast::worker {
 namespace {
-
-using testing::HasSubstr;
 
 struct Pass {
   uint64_t step = 1;
@@ -142,10 +143,10 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
                      .optimizer = *optimizer});
     absl::Status status = trainer.Join();
     if (status.ok()) {
-      status = trainer.Run({.on_sealing = {}, .on_step = [&](const StepReport& report) {
-                              if (collective.rank() == 0) outcome.steps = report.step;
-                              return absl::OkStatus();
-                            }});
+      status = trainer.Run([&](const StepReport& report) {
+        if (collective.rank() == 0) outcome.steps = report.step;
+        return absl::OkStatus();
+      });
     }
     if (status.ok()) status = collective.Barrier();
     outcome.statuses[collective.rank()] = status;
@@ -164,7 +165,6 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
   return outcome;
 }
 
-// AdamW as torch has it, in double, one element after the other.
 std::vector<std::vector<float>> Reference(const Script& script) {
   std::vector<std::vector<float>> weights(kParameters);
   for (int p = 0; p < kParameters; ++p) {
@@ -172,8 +172,8 @@ std::vector<std::vector<float>> Reference(const Script& script) {
     InitialValuesOf(p, 0, absl::MakeSpan(weights[p]));
     const double weight_decay = Parameters()[p].decay ? 0.1 : 0;
     for (size_t e = 0; e < weights[p].size(); ++e) {
-      double w = weights[p][e], m = 0, v = 0;
-      int updates = 0;
+      PlainAdamW element{.weight = weights[p][e],
+                         .values = {.beta2 = 0.95, .weight_decay = weight_decay}};
       for (uint64_t step = 1; step <= script.steps; ++step) {
         const uint32_t micro_steps = script.micro_steps(step);
         double sum = 0;
@@ -187,16 +187,10 @@ std::vector<std::vector<float>> Reference(const Script& script) {
           }
         }
         if (!used && script.unused_policy == UnusedPolicy::kSkip) continue;
-        const double g = sum / (kBatch * kContext * micro_steps);
-        const double lr = LearningRate(Schedule(script), step);
-        ++updates;
-        m = 0.9 * m + 0.1 * g;
-        v = 0.95 * v + 0.05 * g * g;
-        w -= lr * weight_decay * w;
-        w -= lr * (m / (1 - std::pow(0.9, updates))) /
-             (std::sqrt(v / (1 - std::pow(0.95, updates))) + 1e-8);
+        element.values.lr = LearningRate(Schedule(script), step);
+        element.Update(sum / (kBatch * kContext * micro_steps));
       }
-      weights[p][e] = static_cast<float>(w);
+      weights[p][e] = static_cast<float>(element.weight);
     }
   }
   return weights;
@@ -271,8 +265,7 @@ TEST(Trainer, AParameterThatNoRankReachedRefusesTheSealUnderTheErrorPolicy) {
            service.Optimizer());
   EXPECT_EQ(outcome.steps, 1);
   for (const absl::Status& status : outcome.statuses) {
-    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-    EXPECT_THAT(status.message(), HasSubstr("p4"));
+    EXPECT_TRUE(Refused(status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   }
 }
 
@@ -298,11 +291,7 @@ TEST(Trainer, ABackwardThatReachesNothingEndsTheRunBeforeTheSeal) {
             EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
             continue;
           }
-          EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-          EXPECT_THAT(status.message(),
-                      HasSubstr("step 2: rank " + std::to_string(rank) +
-                                ": the backward of micro-step " + std::to_string(micro_step) +
-                                " gave no parameter a gradient, of 8: p0, p1, "));
+          EXPECT_TRUE(Refused(status, absl::StatusCode::kFailedPrecondition));
         }
       }
     }

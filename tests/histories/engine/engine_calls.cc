@@ -4,8 +4,8 @@
 #include <set>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/histories/engine/engine_player.h"
 
@@ -122,29 +122,45 @@ bool EnginePlayer::AllSealed() const {
   return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.sealed; });
 }
 
-// The parameters of the first micro-step that the rank has not sent; "" if only the ends of
-// micro-steps are missing; nullopt if nothing is.
-std::optional<std::string> EnginePlayer::WhatIsMissing(int rank, uint32_t micro_steps) const {
+// The parameters of the first micro-step that the rank has not sent, or the ends of micro-steps;
+// nullopt: nothing is missing.
+std::optional<ModelRefusal> EnginePlayer::WhatIsMissing(int rank, uint32_t micro_steps) const {
   std::map<uint32_t, std::set<int>> missing;
   for (const int chunk : stage_.layout().chunks_of_rank(rank)) {
-    if (next_micro_step_[chunk] > micro_steps) return "";
+    if (next_micro_step_[chunk] > micro_steps) return ModelRefusal{reason::kSendAndSealAgain};
     if (next_micro_step_[chunk] == micro_steps) continue;
     for (const ChunkPiece& piece : stage_.layout().Pieces(chunk)) {
       missing[next_micro_step_[chunk]].insert(piece.parameter);
     }
   }
   if (!missing.empty()) {
-    return NameOf(history_.job.parameters[*missing.begin()->second.begin()]);
+    const auto& [micro_step, parameters] = *missing.begin();
+    // A final contribution may have closed its chunk, and then it cannot be sent.
+    return ModelRefusal{.parameter = NameOf(history_.job.parameters[*parameters.begin()]),
+                        .micro_step = micro_step};
   }
-  if (ranks_[rank].micro_steps_ended != micro_steps) return "";
+  if (ranks_[rank].micro_steps_ended != micro_steps) {
+    return ModelRefusal{reason::kSendAndSealAgain};
+  }
   return std::nullopt;
+}
+
+bool IsAsExpected(const SealRefusal& refusal, const ModelRefusal& expected, int rank) {
+  if (!expected.reason.empty() && ReasonOf(refusal.status) != expected.reason) return false;
+  if (expected.parameter.empty() && !expected.micro_step.has_value()) return true;
+  if (refusal.missing.empty()) return false;
+  const MissingContribution& first = refusal.missing.front();
+  if (!expected.parameter.empty() && first.parameters.front() != expected.parameter) return false;
+  return !expected.micro_step.has_value() ||
+         (first.rank == rank && first.micro_step == *expected.micro_step);
 }
 
 absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
   Rank& side = ranks_[call.rank];
   const bool dead = side.try_number < live_;
-  std::optional<std::string> why =
-      dead ? "has discarded" : stage_.model().Refusal(live(), call.rank, side.micro_steps_ended);
+  std::optional<ModelRefusal> why =
+      dead ? ModelRefusal{reason::kDiscardAndRedo}
+           : stage_.model().Refusal(live(), call.rank, side.micro_steps_ended);
   hopeless_ = !dead && why.has_value();
   if (!why.has_value()) why = WhatIsMissing(call.rank, micro_steps);
   side.sealed = !why.has_value();
@@ -169,17 +185,16 @@ absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
   if (refusal.has_value() != why.has_value()) {
     return Wrong("the seal of rank ", call.rank, " with ", micro_steps,
                  " micro-steps: ", refusal.has_value() ? refusal->status.ToString() : "was taken",
-                 ", expected ",
-                 why.has_value() ? absl::StrCat("a refusal naming '", *why, "'") : "it to be");
+                 ", expected ", why.has_value() ? why->reason : "it to be");
   }
   if (!refusal.has_value()) {
     whole_ = last;
     return absl::OkStatus();
   }
   ++stage_.tally().refused_seals;
-  if (!absl::StrContains(refusal->status.message(), *why)) {
-    return Wrong("a seal was refused with '", refusal->status.message(), "', expected it to name ",
-                 *why);
+  if (!IsAsExpected(*refusal, *why, call.rank)) {
+    return Wrong("a seal was refused with ", refusal->status.ToString(), ", expected ", why->reason,
+                 " to name ", why->parameter, " in micro-step ", why->micro_step.value_or(0));
   }
   if (dead) return Discard(call.rank);
   refused_ = last || hopeless_;

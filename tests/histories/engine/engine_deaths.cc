@@ -89,12 +89,19 @@ absl::Status EnginePlayer::WriteState() {
 
 absl::Status EnginePlayer::BringWrite(const StateWrite& write) {
   int ended = 0;
+  absl::Status told;
+  bool is_refused = false;
   bool is_under_way = false;  // After a death it may be done.
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
-    if (is_under_way) {  // Who does not wait for the others is told so.
+    // Who does not wait for the others is told so, and so are those who have brought their parts:
+    // they bring them again.
+    if (is_under_way && !std::exchange(is_refused, true)) {
       BALLAST_RETURN_IF_ERROR(ExpectCode(absl::StatusCode::kFailedPrecondition,
                                          ranks_[rank].stream->BeginStep(step_, {}),
                                          "a begin before a write of state"));
+      BALLAST_RETURN_IF_ERROR(ExpectCode(absl::StatusCode::kFailedPrecondition, told,
+                                         "a part of a write that cannot be whole"));
+      rank = 0;
     }
     BALLAST_ASSIGN_OR_RETURN(
         const Job::StateWriter writer,
@@ -119,8 +126,10 @@ absl::Status EnginePlayer::BringWrite(const StateWrite& write) {
                                               values.size() * sizeof(float));
       BALLAST_RETURN_IF_ERROR(stage_.job().WriteStateChunk(writer, chunk, {&bytes, 1}));
     }
-    (void)stage_.job().EndStateWrite(
-        writer, [&](const absl::StatusOr<bool>& done) { ended += done.ok() ? 1 : 0; });
+    (void)stage_.job().EndStateWrite(writer, [&](const absl::StatusOr<bool>& done) {
+      ended += done.ok() ? 1 : 0;
+      told = done.status();
+    });
   }
   return ended == history_.job.world_size ? absl::OkStatus()
                                           : Wrong("a write of state has not ended");

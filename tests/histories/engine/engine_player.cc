@@ -235,8 +235,8 @@ bool EnginePlayer::GivesUp() const {
          std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
 }
 
-absl::Status EnginePlayer::FinishGivenUp(const std::string& why, int replaced) {
-  const ModelOutcome expected = stage_.model().GiveUp(live(), why);
+absl::Status EnginePlayer::FinishGivenUp(int replaced) {
+  const ModelOutcome expected = stage_.model().GiveUp(live());
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];
     const uint32_t try_number = std::exchange(side.try_number, 0);
@@ -339,7 +339,7 @@ absl::Status EnginePlayer::AbortNow(bool at_decision) {
   BALLAST_RETURN_IF_ERROR(aborted.status());
   if (*aborted != step_) return Wrong("aborted step ", *aborted, ", expected ", step_);
   ++(at_decision ? stage_.tally().aborted_at_decision : stage_.tally().aborted);
-  return gives_up ? FinishGivenUp("was aborted", /*replaced=*/-1) : StartOver();
+  return gives_up ? FinishGivenUp(/*replaced=*/-1) : StartOver();
 }
 
 // A new process takes the rank of one that is still there (`restart`: whose stream has ended). Only
@@ -374,7 +374,7 @@ absl::Status EnginePlayer::TakeRank(bool restart) {
     if (side.stream != nullptr) BALLAST_RETURN_IF_ERROR(ExpectAborted(*side.stream, rank));
     ghosts_.push_back(std::move(side.stream));
     if (ghosts_.back() == nullptr) ghosts_.pop_back();
-    return FinishGivenUp(absl::StrCat("has taken rank ", rank), rank);
+    return FinishGivenUp(rank);
   }
   BALLAST_RETURN_IF_ERROR(
       ExpectCode(absl::StatusCode::kAborted,

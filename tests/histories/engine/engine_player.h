@@ -66,7 +66,7 @@ class EnginePlayer {
   absl::Status FinishRefused();
   // The step could not be kept, and was skipped, because of `why`. `replaced`: a rank that has no
   // stream now, or -1.
-  absl::Status FinishGivenUp(const std::string& why, int replaced);
+  absl::Status FinishGivenUp(int replaced);
   bool GivesUp() const;
   absl::Status BreakOff(End end);
   absl::Status AbortNow(bool at_decision);
@@ -143,7 +143,7 @@ class EnginePlayer {
   const Attempt& live() const { return tries_->attempt(live_); }
   absl::Status ExpectAborted(RankStream& stream, int rank);
   Contribution MakeContribution(const Call& call);
-  std::optional<std::string> WhatIsMissing(int rank, uint32_t micro_steps) const;
+  std::optional<ModelRefusal> WhatIsMissing(int rank, uint32_t micro_steps) const;
   bool AllSealed() const;
 
   // engine_events.cc

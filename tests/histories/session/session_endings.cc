@@ -129,7 +129,7 @@ absl::Status SessionPlayer::PlaySeals() {
   const bool came_to_nothing = aborted || never_whole;
   if (came_to_nothing && stage_.job().Status().generation == generation) {
     if (history_.job.on_abort == OnAbort::kRedo) return Wrong("an aborted step was not redone");
-    return CheckGivenUp("was aborted", /*replaced=*/-1);
+    return CheckGivenUp(/*replaced=*/-1);
   }
   return Judge(aborted);
 }
@@ -191,8 +191,8 @@ bool SessionPlayer::GivesUp() const {
          std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
 }
 
-absl::Status SessionPlayer::CheckGivenUp(const std::string& why, int replaced) {
-  const ModelOutcome expected = stage_.model().GiveUp(live(), why);
+absl::Status SessionPlayer::CheckGivenUp(int replaced) {
+  const ModelOutcome expected = stage_.model().GiveUp(live());
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];
     if (rank == replaced) {
@@ -259,7 +259,7 @@ absl::Status SessionPlayer::AbortNow() {
   }
   BALLAST_RETURN_IF_ERROR(aborted);
   ++stage_.tally().aborted;
-  if (gives_up) return CheckGivenUp("was aborted", /*replaced=*/-1);
+  if (gives_up) return CheckGivenUp(/*replaced=*/-1);
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
   }
@@ -295,7 +295,7 @@ absl::Status SessionPlayer::TakeRank(bool restart) {
   }
   BALLAST_RETURN_IF_ERROR(ExpectEnded(attempt_->end_rank));
   if (gives_up) {
-    return CheckGivenUp(absl::StrCat("has taken rank ", attempt_->end_rank), attempt_->end_rank);
+    return CheckGivenUp(attempt_->end_rank);
   }
   if (raised) {
     for (int rank = 0; rank < history_.job.world_size; ++rank) {

@@ -106,7 +106,7 @@ class SessionPlayer {
   uint32_t last_try() const { return live_ + (spike_ ? 1 : 0); }
   // The step could not be kept, because of `why`, and was skipped: sessions go on, but for that of
   // `replaced`, if that is a rank.
-  absl::Status CheckGivenUp(const std::string& why, int replaced);
+  absl::Status CheckGivenUp(int replaced);
   bool GivesUp() const;
   absl::Status Judge(bool aborted);
   absl::Status CheckCommitted();

@@ -9,7 +9,7 @@
 #include <set>
 #include <vector>
 
-#include "ballast/v1/ballast.pb.h"
+#include "ballast/v1/train.pb.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job.h"
 

@@ -19,7 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
 #include "client/connect.h"
 #include "client/credentials.h"
 #include "client/transport/blocking_call.h"

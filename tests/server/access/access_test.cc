@@ -20,7 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
-#include "client/cli/cli_service.h"
+#include "client/calls/service.h"
 #include "client/connect.h"
 #include "client/transport/blocking_call.h"
 #include "client/transport/handshake.h"
@@ -31,6 +31,7 @@
 #include "server/access/tls.h"
 #include "server/server.h"
 #include "tests/server/access/access_service.h"
+#include "tests/server/grpc_refused.h"
 
 namespace ballast::server {
 namespace {
@@ -38,7 +39,6 @@ namespace {
 using ::google::protobuf::FieldDescriptor;
 using ::google::protobuf::Message;
 using ::google::protobuf::MethodDescriptor;
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
@@ -140,7 +140,8 @@ class AccessOfMethodsTest : public AccessTest {
   static std::vector<const MethodDescriptor*> Methods() {
     std::vector<const MethodDescriptor*> methods;
     for (const auto* file :
-         {v1::Job::descriptor()->file(), v1::DescribeServiceRequest::descriptor()->file()}) {
+         {v1::Job::descriptor()->file(), v1::TrainRequest::descriptor()->file(),
+          v1::Plane_descriptor()->file(), v1::DescribeServiceRequest::descriptor()->file()}) {
       for (int s = 0; s < file->service_count(); ++s) {
         for (int m = 0; m < file->service(s)->method_count(); ++m) {
           methods.push_back(file->service(s)->method(m));
@@ -161,7 +162,7 @@ class AccessOfMethodsTest : public AccessTest {
 };
 
 TEST_F(AccessOfMethodsTest, EveryMethodHasARule) {
-  EXPECT_GE(Methods().size(), 15u);
+  EXPECT_GE(Methods().size(), 22u);
   for (const MethodDescriptor* method : Methods()) {
     EXPECT_TRUE(RuleOf(absl::StrCat(method->service()->name(), ".", method->name())).has_value())
         << method->full_name() << " is not in server/access/method_rules.cc";
@@ -219,8 +220,7 @@ TEST_F(AccessOfMethodsTest, TheServiceAsAWholeTakesARoleForAllJobs) {
         &context, v1::DescribeServiceRequest(), &description);
   };
   const grpc::Status refused = describe(OverTls("operator"));
-  EXPECT_EQ(refused.error_code(), grpc::StatusCode::PERMISSION_DENIED);
-  EXPECT_THAT(refused.error_message(), HasSubstr("has no role for all jobs (*)"));
+  EXPECT_TRUE(Refused(refused, absl::StatusCode::kPermissionDenied));
   EXPECT_EQ(describe(OverTls("admin")).error_code(), grpc::StatusCode::OK);
 }
 
@@ -283,7 +283,7 @@ TEST_F(AccessTest, APageOfCheckpointsTellsNothingOfThoseThatTheCallerMayNotSee) 
   make("mine-1", 1);
   make("other", 4096);
   make("public", 1);
-  make(absl::StrCat("theirs-", std::string(93, 'x')), 8000);
+  make(absl::StrCat("theirs-", std::string(93, 'x')), 4097);
   Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1, .checkpoints = names.get()});
   const auto server =
       Server::Start(engine, {.listen = {"unix:" + File("other-socket")},
@@ -354,8 +354,7 @@ TEST_F(AccessTest, AHeaderWithoutATokenIsNoToken) {
     v1::ListJobsResponse jobs;
     const grpc::Status status =
         v1::JobService::NewStub(OverUnix(""))->ListJobs(&context, v1::ListJobsRequest(), &jobs);
-    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED) << header;
-    EXPECT_THAT(status.error_message(), HasSubstr("send Bearer TOKEN")) << header;
+    EXPECT_TRUE(Refused(status, absl::StatusCode::kUnauthenticated)) << header;
   }
 }
 
@@ -374,26 +373,28 @@ TEST_F(AccessTest, AClientRefusesACertificateOfAnotherHost) {
                                               .access = {.tls_certificate = File("server.pem"),
                                                          .tls_key = File("server.key")}})
                           .value();
-  EXPECT_THAT(std::string(client::Connect(server->addresses()[0], kPatience,
-                                          {.tls_ca = authority_->certificate()})
-                              .status()
-                              .message()),
-              AllOf(HasSubstr("its certificate, of the authority in " + authority_->certificate()),
-                    HasSubstr("is of another host name")));
+  EXPECT_TRUE(Refused(
+      client::Connect(server->addresses()[0], kPatience, {.tls_ca = authority_->certificate()})
+          .status(),
+      absl::StatusCode::kUnavailable));
 }
 
 TEST_F(AccessTest, CredentialsThatDoNotBelongTogetherAreRefusedBeforeACall) {
   const auto error = [](const std::string& target, const client::Credentials& given) {
-    return std::string(client::NewChannel(target, given).status().message());
+    return client::NewChannel(target, given).status();
   };
   const std::string tcp = "127.0.0.1:1";
-  EXPECT_THAT(error(tcp, {.token_file = File("viewer")}), HasSubstr("over TLS or a unix socket"));
-  EXPECT_THAT(error(tcp, {.tls_ca = authority_->certificate(), .tls_cert = File("alice.pem")}),
-              HasSubstr("give both --tls-cert and --tls-key"));
-  EXPECT_THAT(error(tcp, {.tls_cert = File("alice.pem"), .tls_key = File("alice.key")}),
-              HasSubstr("say with --tls-ca"));
-  EXPECT_THAT(error(tcp, {.tls_ca = File("gone.pem")}), HasSubstr("gone.pem cannot be read"));
-  EXPECT_THAT(error("unix:/x", {.token_file = File("gone")}), HasSubstr("gone cannot be read"));
+  EXPECT_TRUE(
+      Refused(error(tcp, {.token_file = File("viewer")}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(
+      Refused(error(tcp, {.tls_ca = authority_->certificate(), .tls_cert = File("alice.pem")}),
+              absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Refused(error(tcp, {.tls_cert = File("alice.pem"), .tls_key = File("alice.key")}),
+                      absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(
+      Refused(error(tcp, {.tls_ca = File("gone.pem")}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(
+      Refused(error("unix:/x", {.token_file = File("gone")}), absl::StatusCode::kInvalidArgument));
 
   ASSERT_EQ(setenv("BALLAST_TLS_CA", "of the environment", 1), 0);
   ASSERT_EQ(setenv("BALLAST_TOKEN_FILE", "of the environment", 1), 0);
@@ -414,7 +415,7 @@ TEST_F(AccessTest, FilesThatBecomeWrongChangeNothing) {
   const auto access = Access::Open(files, ignore, ignore).value();
   const auto tls = Tls::Open(files).value();
   WritePrivateFile(File("roles"), "admin * cert:mallory\n");
-  EXPECT_THAT(std::string(access->ReadAgain().message()), HasSubstr("no role 'admin'"));
+  EXPECT_TRUE(Refused(access->ReadAgain(), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(access->Knows("cert:alice"));
   WritePrivateFile(File("roles"), "viewer * cert:mallory\n");
   EXPECT_EQ(access->ReadAgain(), absl::OkStatus());
@@ -423,7 +424,7 @@ TEST_F(AccessTest, FilesThatBecomeWrongChangeNothing) {
   // A certificate whose key has not come yet.
   authority_->Issue("next", {.common_name = "server"});
   std::filesystem::rename(File("next.pem"), File("server.pem"));
-  EXPECT_THAT(std::string(tls->ReadAgain().message()), HasSubstr("is not the key"));
+  EXPECT_TRUE(Refused(tls->ReadAgain(), absl::StatusCode::kInvalidArgument));
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort("127.0.0.1:0", tls->credentials(), &port);
@@ -450,8 +451,7 @@ TEST_F(AccessTest, ACertificateThatIsNotCopiedWholeIsAnError) {
   const absl::Status read = tls->ReadAgain();
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
   signal(SIGXFSZ, usual);
-  EXPECT_THAT(std::string(read.message()),
-              AllOf(HasSubstr("certificate"), HasSubstr("in memory"), HasSubstr("File too large")));
+  EXPECT_TRUE(Refused(read, absl::StatusCode::kUnknown));
   EXPECT_EQ(tls->ReadAgain(), absl::OkStatus());
 }
 
@@ -463,17 +463,12 @@ TEST_F(AccessTest, AClientThatTrustsAnotherAuthorityIsToldSoAtOnce) {
                       {.tls_ca = other.certificate(), .token_file = File("viewer")})
           .status();
   EXPECT_LT(absl::Now() - begin, absl::Minutes(2));
-  EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
-  EXPECT_EQ(std::string(refused.message()),
-            absl::StrCat("no connection to the service at ", server_->addresses()[1],
-                         ": its certificate is not of the authority in ", other.certificate(),
-                         ", or has expired; give with --tls-ca the authority that has signed it"));
+  EXPECT_TRUE(Refused(refused, absl::StatusCode::kUnavailable));
   // One that is not there yet is waited for.
-  EXPECT_THAT(std::string(client::Connect("127.0.0.1:1", absl::Seconds(1),
-                                          {.tls_ca = authority_->certificate()})
-                              .status()
-                              .message()),
-              HasSubstr("within 1s: nothing listens there"));
+  EXPECT_TRUE(Refused(
+      client::Connect("127.0.0.1:1", absl::Seconds(1), {.tls_ca = authority_->certificate()})
+          .status(),
+      absl::StatusCode::kUnavailable));
 }
 
 // Time that goes on in sleeps alone, or never.
@@ -499,16 +494,14 @@ TEST_F(AccessTest, AToolThatWaitsDoesSoWhileCertificatesAreChanged) {
     std::filesystem::copy_file(other.certificate(), files.tls_ca,
                                std::filesystem::copy_options::overwrite_existing);
     const std::string& target = server_->addresses()[1];
-    return client::cli::Service(target, client::NewChannel(target, files).value(), files, kPatience,
-                                absl::Hours(1), clock)
-        .ListJobs()
+    return client::Service(target, client::NewChannel(target, files).value(), files, kPatience,
+                           absl::Hours(1), clock)
+        .Call<v1::ListJobsResponse>("JobService/ListJobs", v1::ListJobsRequest())
         .status();
   };
   SleepClock goes_on;
   const absl::Status refused = list(goes_on);
-  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
-  EXPECT_THAT(std::string(refused.message()),
-              HasSubstr("that can be trusted: its certificate is not of the authority in "));
+  EXPECT_TRUE(Refused(refused, absl::StatusCode::kFailedPrecondition));
   EXPECT_GE(goes_on.Now(), absl::UnixEpoch() + client::kRotation);
 
   SleepClock stands([&] {
@@ -532,18 +525,10 @@ TEST_F(AccessTest, AClientThatTheServiceDoesNotKnowIsToldSoAtOnce) {
   unknown.tls_cert = File("stranger.pem"), unknown.tls_key = File("stranger.key");
   const absl::Time begin = absl::Now();
   const auto error = [&](const client::Credentials& given) {
-    const absl::Status refused = client::Connect(target, absl::Minutes(10), given).status();
-    EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
-    return std::string(refused.message());
+    return client::Connect(target, absl::Minutes(10), given).status();
   };
-  EXPECT_EQ(error(unknown),
-            absl::StrCat("no connection to the service at ", target,
-                         ": it does not know the authority of this client's certificate, ",
-                         File("stranger.pem"),
-                         "; give one that an authority of its --tls-client-ca has signed"));
-  EXPECT_EQ(error(none), absl::StrCat("no connection to the service at ", target,
-                                      ": it wants a certificate of this client; give --tls-cert "
-                                      "and --tls-key"));
+  EXPECT_TRUE(Refused(error(unknown), absl::StatusCode::kUnavailable));
+  EXPECT_TRUE(Refused(error(none), absl::StatusCode::kUnavailable));
   EXPECT_LT(absl::Now() - begin, absl::Minutes(4));
   client::Credentials known = none;
   known.tls_cert = File("alice.pem"), known.tls_key = File("alice.key");
@@ -569,7 +554,7 @@ TEST_F(AccessTest, NewConnectionsUseTheCertificatesThatTheFilesHaveNow) {
       client::Connect(server_->addresses()[1], kPatience,
                       {.tls_ca = authority_->certificate(), .token_file = File("viewer")})
           .status();
-  EXPECT_THAT(std::string(old.message()), HasSubstr("its certificate is not of the authority"));
+  EXPECT_TRUE(Refused(old, absl::StatusCode::kUnavailable));
 }
 
 }  // namespace

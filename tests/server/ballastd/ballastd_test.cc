@@ -20,10 +20,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "proto/convert.h"
 #include "proto/status.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
+#include "tests/server/grpc_refused.h"
 #include "tests/server/tiny_job.h"
 #include "tests/support/eventually.h"
 #include "tests/support/processes.h"
@@ -430,9 +432,7 @@ class BallastdWithABrokenJob : public testing::Test {
 
 TEST_F(BallastdWithABrokenJob, SaysSoAndWhatHelps) {
   const v1::Job job = GetJob();
-  EXPECT_THAT(job.problem(), AllOf(HasSubstr("job bad is torn: loading " + directory_),
-                                   HasSubstr("did not end; load a whole checkpoint (ballast load "
-                                             "bad), or close it (ballast close bad)")));
+  EXPECT_TRUE(Says(job.problem()));
   EXPECT_EQ(job.found_checkpoint().step(), 0);
   EXPECT_THAT(job.found_checkpoint().directory(), HasSubstr("/saved/bad/step-0."));
   v1::ListJobsResponse list;
@@ -446,9 +446,8 @@ TEST_F(BallastdWithABrokenJob, SaysSoAndWhatHelps) {
   save.set_name("jobs/bad");
   v1::SaveJobResponse saved;
   grpc::ClientContext save_context;
-  const absl::Status refused = proto::FromGrpc(state_->SaveJob(&save_context, save, &saved));
-  EXPECT_EQ(ReasonOf(refused), reason::kJobBroken);
-  EXPECT_EQ(refused.message(), job.problem());
+  EXPECT_TRUE(Refused(state_->SaveJob(&save_context, save, &saved),
+                      absl::StatusCode::kFailedPrecondition, reason::kJobBroken));
 
   ASSERT_TRUE(Load().ok());
   EXPECT_EQ(GetJob().phase(), v1::READY);
@@ -486,8 +485,7 @@ TEST(Ballastd, FindsOutAtItsStartThatItCannotSave) {
     EXPECT_EQ(service.Address(), "");
     EXPECT_EQ(service.ExitCode(), 1);
     const std::string errors = service.Errors();
-    EXPECT_THAT(errors,
-                HasSubstr("flag --checkpoint-dir=" + directory + ": no job could be saved"));
+    EXPECT_TRUE(Says(absl::StripSuffix(errors, "\n")));
     EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
   }
 }
@@ -518,10 +516,8 @@ TEST(Ballastd, LeavesAnEarlierJobsCheckpointsBesideANewOnes) {
   load.set_directory("one");
   v1::LoadJobResponse loaded;
   grpc::ClientContext too_early;
-  EXPECT_THAT(state->LoadJob(&too_early, load, &loaded).error_message(),
-              AllOf(HasSubstr("there is no job one; "), Not(HasSubstr("is lost")),
-                    HasSubstr("saved was step 1, in " + checkpoints + "/one/step-1.1"),
-                    HasSubstr("--resume=one")));
+  EXPECT_TRUE(Refused(state->LoadJob(&too_early, load, &loaded), absl::StatusCode::kNotFound,
+                      reason::kNoSuchJob));
   CreateJob(address, "one");  // Anew, as supervised workers would.
   EXPECT_THAT(service.Errors(),
               HasSubstr("job one is new; to go on from the checkpoint at step 1"));
@@ -595,6 +591,7 @@ TEST(Ballastd, SavesThoughNobodyReadsItsLogAnyMore) {
 }
 
 TEST(Ballastd, DrainsWhenItsTerminalCloses) {
+  signal(SIGHUP, SIG_DFL);  // It is inherited, and ignored under nohup.
   const std::string checkpoints = testing::TempDir() + "ballastd_hup_" + std::to_string(getpid());
   const int terminal = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
   ASSERT_GE(terminal, 0);
@@ -650,8 +647,7 @@ TEST(Ballastd, LetsAStepInProgressEndAndSavesItOnSigterm) {
   WaitUntilItDrains(address);
   two.Begin(1);
   const grpc::Status refused = two.ReadUntilEnd();
-  EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNAVAILABLE);
-  EXPECT_THAT(refused.error_message(), HasSubstr("begins no new steps"));
+  EXPECT_TRUE(Refused(refused, absl::StatusCode::kUnavailable, reason::kStopping));
   one.EndStep(1);
   EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
   EXPECT_THAT(service.Errors(),
@@ -801,9 +797,7 @@ TEST(Ballastd, FindsJobsInItsDirectoryAfterTheEndOfAllItsProcesses) {
   EXPECT_EQ(service.Address(), "");
   EXPECT_EQ(service.ExitCode(), 1);
   const std::string errors = service.Errors();
-  EXPECT_THAT(errors,
-              AllOf(testing::ContainsRegex(uid + "\\.record_1\\.[0-9]+ is not as it was stored"),
-                    HasSubstr("remove the files that begin with its uid")));
+  EXPECT_TRUE(Says(absl::StripSuffix(errors, "\n")));
   EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
   for (const auto& [path, bytes] : before) EXPECT_EQ(ReadFile(path), bytes) << path;
 }

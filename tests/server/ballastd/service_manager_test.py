@@ -16,6 +16,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "support"))
 
+from messages import says  # noqa: E402
 from processes import PATIENCE, Service  # noqa: E402
 
 BIN = pathlib.Path(sys.argv.pop())
@@ -100,17 +101,14 @@ class ServiceManager(unittest.TestCase):
     def test_says_in_one_line_what_is_wrong_with_its_environment(self):
         manager = self.dir / "manager"
         self.socket.bind(str(manager))
-        for environment, code, says in (
-                ({"NOTIFY_SOCKET": "relative"}, 2, "NOTIFY_SOCKET=relative: expected an absolute path"),
-                ({"NOTIFY_SOCKET": "/" + "n" * 200}, 2, "expected an absolute path"),
-                ({"NOTIFY_SOCKET": str(self.dir / "none")}, 2, "No such file or directory"),
-                ({"NOTIFY_SOCKET": str(manager), "WATCHDOG_USEC": "-1"}, 2, "WATCHDOG_USEC=-1: expected micro"),
-                ({"NOTIFY_SOCKET": str(manager), "WATCHDOG_USEC": "soon"}, 2, "WATCHDOG_USEC=soon: expected")):
+        for environment in ({"NOTIFY_SOCKET": "relative"}, {"NOTIFY_SOCKET": "/" + "n" * 200},
+                            {"NOTIFY_SOCKET": str(self.dir / "none")},
+                            {"NOTIFY_SOCKET": str(manager), "WATCHDOG_USEC": "-1"},
+                            {"NOTIFY_SOCKET": str(manager), "WATCHDOG_USEC": "soon"}):
             done = subprocess.run([BIN / "ballastd", "--listen=127.0.0.1:0"], text=True, capture_output=True,
                                   timeout=PATIENCE, check=False, env=os.environ | environment)
-            self.assertEqual(done.returncode, code)
-            self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
-            self.assertIn(says, done.stderr)
+            self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
+            says(self, done.stderr.rstrip())
 
 
 if __name__ == "__main__":

@@ -57,38 +57,29 @@ TEST_F(SharedMemoryOffersTest, AreReplacedByLaterHoldersOnly) {
   EXPECT_TRUE(offers_.Take(second, now_).has_value());
 }
 
+TEST_F(SharedMemoryOffersTest, MakeRoomForLaterOnesWhereThereAreTooMany) {
+  SharedMemoryOffers offers(2, seconds(10));
+  const std::string second = offers.Add(job_, {.rank = 0}, now_ + seconds(1)).value();
+  const std::string first = offers.Add(job_, {.rank = 1}, now_).value();
+  // In place of the rank's last one, so that none has to go.
+  const std::string again = offers.Add(job_, {.rank = 0}, now_ + seconds(2)).value();
+  const std::string third = offers.Add(job_, {.rank = 2}, now_ + seconds(3)).value();
+  EXPECT_FALSE(offers.Take(first, now_ + seconds(3)).has_value());
+  EXPECT_FALSE(offers.Take(second, now_ + seconds(3)).has_value());
+  EXPECT_TRUE(offers.Take(again, now_ + seconds(3)).has_value());
+  EXPECT_TRUE(offers.Take(third, now_ + seconds(3)).has_value());
+}
+
 TEST_F(SharedMemoryOffersTest, AreForgottenInTimeAndWithTheirJob) {
   std::shared_ptr<Job> other = engine_.CreateJob(OneRank("other")).value();
   const std::string token = offers_.Add(job_, {.rank = 0}, now_).value();
   const std::string others = offers_.Add(other, {.rank = 0}, now_ + seconds(5)).value();
-  EXPECT_EQ(offers_.Add(job_, {.rank = 1}, now_), std::nullopt);  // Two are open.
   EXPECT_FALSE(offers_.Take(token, now_ + seconds(10)).has_value());
   const std::string later = offers_.Add(job_, {.rank = 1}, now_ + seconds(10)).value();
   ASSERT_TRUE(engine_.CloseJob("other").ok());
   other = nullptr;
   EXPECT_FALSE(offers_.Take(others, now_ + seconds(11)).has_value());
   EXPECT_TRUE(offers_.Take(later, now_ + seconds(11)).has_value());
-}
-
-TEST_F(SharedMemoryOffersTest, OfAJobLeaveRoomForThoseOfOthers) {
-  const std::shared_ptr<Job> other = engine_.CreateJob(OneRank("other")).value();
-  SharedMemoryOffers offers(4, seconds(10));
-  std::vector<std::string> tokens;
-  for (int rank = 0; rank < 4; ++rank) {
-    tokens.push_back(offers.Add(job_, {.rank = 3 - rank}, now_ + seconds(rank)).value());
-  }
-  const std::optional<std::string> first = offers.Add(other, {.rank = 0}, now_ + seconds(4));
-  const std::optional<std::string> second = offers.Add(other, {.rank = 1}, now_ + seconds(4));
-  ASSERT_TRUE(first.has_value() && second.has_value());
-  EXPECT_EQ(offers.Add(other, {.rank = 2}, now_ + seconds(4)), std::nullopt) << "half is its share";
-  EXPECT_EQ(offers.Add(job_, {.rank = 9}, now_ + seconds(4)), std::nullopt);
-  // The oldest were lost.
-  EXPECT_FALSE(offers.Take(tokens[0], now_ + seconds(4)).has_value());
-  EXPECT_FALSE(offers.Take(tokens[1], now_ + seconds(4)).has_value());
-  EXPECT_TRUE(offers.Take(tokens[2], now_ + seconds(4)).has_value());
-  EXPECT_TRUE(offers.Take(tokens[3], now_ + seconds(4)).has_value());
-  EXPECT_TRUE(offers.Take(*first, now_ + seconds(4)).has_value());
-  EXPECT_TRUE(offers.Take(*second, now_ + seconds(4)).has_value());
 }
 
 }  // namespace

@@ -147,30 +147,6 @@ TEST_F(SharedMemoryStep, AcknowledgesEveryChunkAsAMessage) {
   second_.ReadUntilAcknowledged();
 }
 
-TEST_F(SharedMemoryStep, CountsARepeatOnce) {
-  const Trained expected = Train(2, {true, true});
-  for (uint64_t step = 1; step <= kSteps; ++step) {
-    first_.SendStepInPlace(step, 2);
-    second_.Begin(step);
-    for (const uint32_t micro_step : {0, 1}) {
-      for (const int chunk : {1, 2}) second_.Fill(chunk, 0.25f * (chunk + 1) + micro_step);
-      // Twice in one message.
-      second_.Send(SharingWorker::SharedGradients(step, {1, 1}, micro_step, false));
-      second_.Send(SharingWorker::SharedGradients(step, {2}, micro_step, false));
-      second_.ReadUntilAcknowledged();
-      // And again, when something else lies there.
-      for (const int chunk : {1, 2}) second_.Fill(chunk, 99);
-      second_.Send(SharingWorker::SharedGradients(step, {2, 1}, micro_step, false));
-      second_.ReadUntilAcknowledged();
-      second_.EndMicroStep(step, micro_step);
-    }
-    second_.Seal(step, 2);
-    first_.ReadStepInPlace();
-    second_.ReadStepInPlace();
-  }
-  EXPECT_EQ(service_.StateHash("tiny"), expected.state_hash);
-}
-
 TEST_F(SharedMemoryStep, EndsWellWhenTheMemoryIsDroppedInIt) {
   const Trained expected = Train(1, {true, true});
   first_.SendStepInPlace(1, 1);
@@ -195,29 +171,6 @@ TEST_F(SharedMemoryStep, EndsWellWhenTheMemoryIsDroppedInIt) {
     second_.ReadUntilCommitted();
     EXPECT_EQ(second_.weights().size(), 2);
   }
-  EXPECT_EQ(service_.StateHash("tiny"), expected.state_hash);
-}
-
-TEST_F(SharedMemoryStep, IsUntouchedByAProcessThatHasBeenReplaced) {
-  const Trained expected = Train(2, {true, true});
-  std::atomic<bool> stop = false;
-  std::thread scribbler([&] {
-    for (uint8_t value = 0; !stop; ++value) {
-      std::ranges::fill(first_.memory(), static_cast<std::byte>(value));
-    }
-  });
-  SharingWorker again(service_, "tiny", 0, "another process");
-  again.JoinAndOpenStream();
-  SharingWorker other(service_, "tiny", 1);
-  other.JoinAndOpenStream();
-  for (uint64_t step = 1; step <= kSteps; ++step) {
-    again.SendStepInPlace(step, 2);
-    other.SendStepInPlace(step, 2);
-    again.ReadStepInPlace();
-    other.ReadStepInPlace();
-  }
-  stop = true;
-  scribbler.join();
   EXPECT_EQ(service_.StateHash("tiny"), expected.state_hash);
 }
 

@@ -5,12 +5,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <new>
 #include <thread>
 
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
-#include "server/call_guard.h"
 
 namespace ballast::server {
 namespace {
@@ -41,11 +39,6 @@ class FakeWire : public RankWire {
   proto::Frame<v1::TrainResponse> last;
   std::optional<absl::Status> finished;
 };
-
-void FailOnce() {
-  before_guarded = nullptr;
-  throw std::bad_alloc();
-}
 
 JobSpec OneRank(const std::string& name, int chunks) {
   JobSpec spec;
@@ -531,26 +524,6 @@ TEST_F(RankOutboxTest, EndsWithTheErrorOfAMessage) {
   outbox_.MessageFailed(absl::InvalidArgumentError("no"));
   EXPECT_EQ(wire_.finished, absl::InvalidArgumentError("no"));
   EXPECT_EQ(wire_.writes, 0);
-}
-
-TEST_F(RankOutboxTest, EndsForWantOfMemoryOnlyWhenTheWriteInHandIsDone) {
-  Open();
-  Decide(4);
-  ASSERT_TRUE(wire_.writing);
-  before_guarded = FailOnce;
-  Decide(5);
-  EXPECT_FALSE(wire_.finished);
-  WriteDone();
-  ASSERT_TRUE(wire_.finished);
-  EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kResourceExhausted);
-}
-
-TEST_F(RankOutboxTest, EndsAtOnceForWantOfMemoryWhileNothingIsWritten) {
-  Open();
-  before_guarded = FailOnce;
-  Decide(4);
-  ASSERT_TRUE(wire_.finished);
-  EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kResourceExhausted);
 }
 
 TEST_F(RankOutboxTest, RecordsWhenWeightsHaveGoneForATrace) {

@@ -8,7 +8,8 @@
 #include <memory>
 #include <thread>
 
-#include "ballast/v1/ballast.grpc.pb.h"
+#include "ballast/v1/jobs.grpc.pb.h"
+#include "ballast/v1/train.grpc.pb.h"
 #include "proto/convert.h"
 #include "tests/support/processes.h"
 

@@ -1,17 +1,12 @@
 // Whole jobs through the wire: what the service promises of a step.
 #include <gmock/gmock.h>
 
-#include <cmath>
-#include <filesystem>
-#include <limits>
-
 #include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {
 
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 struct Trained {
   std::string state_hash;
@@ -80,147 +75,7 @@ TEST(TrainService, GivesTheSameAnswersToGeneratedClassesAndFramesOnEveryLink) {
   EXPECT_EQ(TrainTwoSteps(Way::kInProcess, Codec::kGenerated), expected);
 }
 
-class TrainServiceStep : public TinyJobTest {
- protected:
-  void SetUp() override {
-    ASSERT_NO_FATAL_FAILURE(TinyJobTest::SetUp());
-    hash_ = service_.StateHash("tiny");
-  }
-
-  std::string hash_;
-};
-
-TEST_F(TrainServiceStep, WithAChunkWithheldIsNotSealedUntilItComes) {
-  first_.Begin(1);
-  first_.Gradient(1, 0, 0, 1);
-  first_.EndMicroStep(1, 0);
-  first_.Seal(1, 1);
-  second_.Begin(1);
-  second_.Gradient(1, 2, 0, 1);  // Chunk 1 is withheld.
-  second_.EndMicroStep(1, 0);
-  second_.Seal(1, 1);
-
-  const v1::TrainResponse refused = second_.Next();
-  ASSERT_TRUE(refused.has_seal_refused()) << refused.DebugString();
-  EXPECT_EQ(refused.seal_refused().step(), 1);
-  EXPECT_THAT(refused.seal_refused().message(), HasSubstr("rank 1"));
-  EXPECT_THAT(refused.seal_refused().message(), HasSubstr("micro-step 0"));
-  ASSERT_GE(refused.seal_refused().missing_size(), 1);
-  EXPECT_EQ(refused.seal_refused().missing(0).rank(), 1);
-  EXPECT_EQ(refused.seal_refused().missing(0).micro_step(), 0);
-  EXPECT_THAT(refused.seal_refused().missing(0).parameters(), ElementsAre("w", "b"));
-  EXPECT_EQ(service_.StateHash("tiny"), hash_);
-
-  second_.Gradient(1, 1, 0, 1);
-  second_.Seal(1, 1);
-  second_.ReadUntilCommitted();
-  first_.ReadUntilCommitted();
-  EXPECT_TRUE(first_.decision().applied());
-  EXPECT_NE(service_.StateHash("tiny"), hash_);
-}
-
-TEST_F(TrainServiceStep, CountsARepeatedContributionOnce) {
-  SendStep(first_, second_, 1);
-  first_.ReadUntilCommitted();
-  second_.ReadUntilCommitted();
-  const std::string once = service_.StateHash("tiny");
-
-  ServiceForTests other;
-  CreateTinyJob(other, "tiny");
-  TestWorker first(other, "tiny", 0, Codec::kFrames), second(other, "tiny", 1, Codec::kFrames);
-  for (TestWorker* worker : {&first, &second}) {
-    ASSERT_TRUE(worker->Attach().ok());
-    worker->OpenStream();
-  }
-  first.Begin(1);
-  first.Gradient(1, 0, 0, 0.25f);
-  first.Gradient(1, 0, 0, 99);  // The same micro-step again: dropped, whatever its values are.
-  first.Begin(1);
-  first.ReadUntilAcknowledged();
-  SendStep(first, second, 1);
-  first.ReadUntilCommitted();
-  second.ReadUntilCommitted();
-  EXPECT_EQ(other.StateHash("tiny"), once);
-}
-
-TEST_F(TrainServiceStep, WithANaNIsSkippedNamesTheParameterAndMovesNoElement) {
-  SendStep(first_, second_, 1);
-  first_.ReadUntilCommitted();
-  second_.ReadUntilCommitted();
-  const std::map<int, std::string> weights = ReadWeights(service_, first_, 1);
-  const std::string hash = service_.StateHash("tiny");
-
-  for (TestWorker* worker : {&first_, &second_}) {
-    worker->Begin(2);
-    for (const int chunk : worker->chunks()) {
-      worker->Gradient(2, chunk, 0, chunk == 2 ? std::numeric_limits<float>::quiet_NaN() : 1);
-    }
-    worker->EndMicroStep(2, 0);
-    worker->Seal(2, 1);
-  }
-  first_.ReadUntilCommitted();
-  second_.ReadUntilCommitted();
-  EXPECT_FALSE(first_.decision().applied());
-  EXPECT_THAT(first_.decision().skip_reason(), HasSubstr("scale"));
-  EXPECT_TRUE(first_.weights().empty());
-  EXPECT_TRUE(second_.weights().empty());
-  EXPECT_EQ(ReadWeights(service_, first_, 2), weights);
-  EXPECT_EQ(service_.StateHash("tiny"), hash);
-}
-
-// Steps FIRST to LAST, applied; the weights that the last one streamed, by chunk.
-std::map<int, std::string> Train(const std::vector<TestWorker*>& workers, uint64_t first,
-                                 uint64_t last) {
-  std::map<int, std::string> weights;
-  for (uint64_t step = first; step <= last; ++step) {
-    SendStep(workers, step);
-    for (TestWorker* worker : workers) {
-      worker->ReadUntilCommitted();
-      EXPECT_EQ(worker->decision().step(), step);
-      EXPECT_TRUE(worker->decision().applied());
-      for (const auto& [chunk, bytes] : worker->weights()) weights[chunk] = bytes;
-    }
-  }
-  return weights;
-}
-
-TEST_F(TrainServiceStep, GoesOnOnAnotherWorldSizeFromACheckpointWithTheSameBits) {
-  const std::string directory =
-      testing::TempDir() + "ballast_resume_" + std::to_string(getpid()) + "/tiny";
-  std::filesystem::create_directories(std::filesystem::path(directory).parent_path());
-  Train({&first_, &second_}, 1, 2);
-  grpc::ClientContext save_context;
-  v1::SaveJobRequest save;
-  save.set_name("jobs/tiny");
-  save.set_directory(directory);
-  v1::SaveJobResponse saved;
-  ASSERT_TRUE(service_.state().SaveJob(&save_context, save, &saved).ok());
-  EXPECT_EQ(saved.step(), 2);
-  const std::map<int, std::string> never_stopped = Train({&first_, &second_}, 3, 4);
-
-  ServiceForTests other;
-  grpc::ClientContext create_context;
-  v1::CreateJobRequest create;
-  *create.mutable_job() = TinyJob("tiny", /*world_size=*/1);
-  v1::Job job;
-  ASSERT_TRUE(other.jobs().CreateJob(&create_context, create, &job).ok());
-  grpc::ClientContext load_context;
-  v1::LoadJobRequest load;
-  load.set_name("jobs/tiny");
-  load.set_directory(directory);
-  v1::LoadJobResponse loaded;
-  const grpc::Status status = other.state().LoadJob(&load_context, load, &loaded);
-  ASSERT_TRUE(status.ok()) << status.error_message();
-  EXPECT_EQ(loaded.step(), 2);
-  TestWorker all(other, "tiny", 0, Codec::kFrames);
-  ASSERT_TRUE(all.Attach().ok());
-  EXPECT_EQ(all.attachment().committed_step(), 2);
-  EXPECT_EQ(all.chunks().size(), 3);
-  all.OpenStream();
-  EXPECT_EQ(Train({&all}, 3, 4), never_stopped);
-  EXPECT_EQ(other.StateHash("tiny"), service_.StateHash("tiny"));
-  std::filesystem::remove_all(std::filesystem::path(directory).parent_path());
-}
+using TrainServiceStep = TinyJobTest;
 
 TEST_F(TrainServiceStep, TellsSealedRanksWhomTheyWaitFor) {
   ServiceForTests service(
@@ -239,44 +94,6 @@ TEST_F(TrainServiceStep, TellsSealedRanksWhomTheyWaitFor) {
     EXPECT_EQ(waiting.waiting().step(), 1);
     EXPECT_THAT(waiting.waiting().ranks(), ElementsAre(1));
   }
-}
-
-TEST_F(TrainServiceStep, EndsTheFirstStreamWhenASecondOneOfTheRankOpens) {
-  first_.Begin(1);
-  first_.Gradient(1, 0, 0, 1);
-  first_.ReadUntilAcknowledged();
-  TestWorker again(service_, "tiny", 0, Codec::kGenerated);
-  ASSERT_TRUE(again.Attach(first_.attachment().generation()).ok());
-  again.OpenStream();
-  const grpc::Status status = first_.ReadUntilEnd();
-  EXPECT_EQ(status.error_code(), grpc::StatusCode::ABORTED) << status.error_message();
-
-  // What the first stream delivered counts.
-  again.EndMicroStep(1, 0);
-  again.Seal(1, 1);
-  second_.Begin(1);
-  for (const int chunk : second_.chunks()) second_.Gradient(1, chunk, 0, 1);
-  second_.EndMicroStep(1, 0);
-  second_.Seal(1, 1);
-  again.ReadUntilCommitted();
-  EXPECT_TRUE(again.decision().applied());
-}
-
-TEST_F(TrainServiceStep, EndsAllStreamsOfAnOlderGeneration) {
-  TestWorker newcomer(service_, "tiny", 1, Codec::kFrames, "another process");
-  ASSERT_TRUE(newcomer.Attach().ok());
-  EXPECT_EQ(first_.ReadUntilEnd().error_code(), grpc::StatusCode::ABORTED);
-  EXPECT_EQ(second_.ReadUntilEnd().error_code(), grpc::StatusCode::ABORTED);
-
-  // The old generation cannot come back in.
-  grpc::ClientContext context;
-  const auto stream = service_.train().Train(&context);
-  v1::TrainRequest request;
-  *request.mutable_open() = first_.OpenMessage();
-  stream->Write(request);
-  v1::TrainResponse response;
-  EXPECT_FALSE(stream->Read(&response));
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::ABORTED);
 }
 
 TEST_F(TrainServiceStep, AcknowledgesManyMessagesWithOne) {

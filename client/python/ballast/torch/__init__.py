@@ -2,9 +2,8 @@
 
 >>> optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-4, service="host:7070", job="gpt2")
 
-AdamW and Adam take torch's arguments with torch's defaults, and serve one process, DDP and FSDP2. Weights and
-both moments are kept in fp32 on the service, whatever dtype the parameters have.
-"""
+AdamW and Adam take torch's arguments with torch's defaults, and work in one process, with DDP and with FSDP2. The
+service keeps weights and both moments in fp32, whatever dtype the parameters have."""
 
 try:
     import torch as _torch
@@ -24,8 +23,8 @@ from .optimizers import Adam, AdamW  # noqa: E402
 
 __all__ = ["Adam", "AdamW", "from_checkpoint", "groups", "to_checkpoint"]
 
-# Of trainers that need not be installed, so they are no part of `import *`.
-_CALLBACKS = {"LightningCallback": ".lightning_callback", "TrainerCallback": ".trainer_callback"}
+# Callbacks need trainers that may be missing, so `import *` leaves them out.
+_CALLBACKS = {"LightningCallback": ".callbacks.lightning", "TrainerCallback": ".callbacks.trainer"}
 
 
 def __getattr__(name: str):

@@ -1,5 +1,5 @@
-"""Where something begins that reads parameters and asks none of them: what torch has compiled, a CUDA graph, FSDP's
-gathering, a fork. It waits there, for its own weights where they are known."""
+"""Waits where code begins that reads parameters without asking them: compiled code, a CUDA graph, FSDP's gathering,
+a fork. It waits for the needed weights if they are known, else for all."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def attend() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     _attended = True
-    # FSDP reads memory of its own that the shards are in, ahead of the forwards that need it, and on a GPU on streams
-    # that wait for the root's forward alone: there all weights are awaited.
+    # FSDP reads its own memory of the shards, ahead of the forwards that need it. On a GPU its streams wait only for
+    # the root's forward. So all weights are awaited there.
     _wait_before(FSDPState, "_root_pre_forward")
     _wait_before(FSDPParamGroup, "unshard")
     for name in ("capture_begin", "replay"):
@@ -47,11 +47,11 @@ def _wait_before(owner: type, name: str) -> None:
 
 
 def _attend_to_compiled() -> None:
-    """What is compiled is given parameters as they are. Each call of it, whenever it was compiled, looks for hooks that
-    come before it."""
+    """Compiled code gets parameters unchanged. Each call of it, whenever it was compiled, looks for hooks that come
+    before it."""
     def hooks(context: Any) -> list[Callable[[], Any]]:
         frame = sys._getframe(1)
-        if guard.waits() and frame.f_code.co_name != "__init__":  # Where it is made.
+        if guard.waits() and frame.f_code.co_name != "__init__":  # While it is made.
             module = _module_of(frame.f_locals.get("fn"))
             _wait_for_all() if module is None else guard.read(module.parameters())
         return context.__dict__["enter_exit_hooks"]
@@ -63,7 +63,7 @@ def _attend_to_compiled() -> None:
 
 
 def _module_of(compiled: Any) -> torch.nn.Module | None:
-    """Which it is, or is a method of."""
+    """The module that it is, or whose method it is."""
     function = inspect.unwrap(compiled) if callable(compiled) else None
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     return module if isinstance(module, torch.nn.Module) else None

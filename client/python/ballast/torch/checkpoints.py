@@ -1,4 +1,4 @@
-"""Checkpoints of a service from and to what torch saves. No pickle is executed: files are read with
+"""Converts between a service's checkpoints and what torch saves. Pickles are never executed: files are read with
 torch.load(weights_only=True), or as safetensors."""
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import BallastError, FailedPreconditionError, InvalidArgumentError, NotFoundError
-from .description import of_job
+from ..session import PLANES
+from .description import Described
+from .moments import planes_of
 
 if TYPE_CHECKING:
     from .optimizers import AdamW
@@ -33,30 +35,29 @@ if TYPE_CHECKING:
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LOCK = "lock"  # In a checkpoint that is being written.
 _VERSION = re.compile(r"step-\d+\.\d+(\.\d+)?")  # A checkpoint's name.
-PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 State = "dict[str, Any] | str | os.PathLike"
 
 
 def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: State,
                   optimizer_state: State | None = None) -> pathlib.Path:
-    """Writes a checkpoint that a service loads, FOLDER/step-STEP.0, and returns its path: for a folder DIR/JOB under
-    a service's --checkpoint-dir, `ballast load JOB` and --resume=JOB then find it.
+    """Writes a checkpoint that a service loads, FOLDER/step-STEP.0, and returns its path. If the folder is DIR/JOB
+    under a service's --checkpoint-dir, `ballast load JOB` and --resume=JOB find it.
 
-    optimizer: the one that will go on with it, with its model's parameters and groups; it is not bound yet.
-    model_state: a state_dict of the model, or a file that torch.save or safetensors wrote. optimizer_state: of a
+    optimizer: the one that will continue with it, with its model's parameters and groups; it must not be bound yet.
+    model_state: a state_dict of the model, or a file of torch.save or safetensors. optimizer_state: of a
     torch.optim.Adam or AdamW over the same parameters in the same groups and order, or torch.save's file of it;
     without it moments are zeros. A file may have the states under the names "model" and "optimizer"."""
     weights = _of(_read(model_state), "model")
     moments = None if optimizer_state is None else _of(_read(optimizer_state), "optimizer")
-    groups, parameters, planes, step = [], [], {plane: {} for plane in PLANES}, 0
-    seen: set[int] = set()
+    settings, loaded_of, orders = [], [], []
     for index, group in enumerate(optimizer.param_groups):
         loaded = None if moments is None else _group_of(moments, index, len(optimizer.param_groups))
         values = optimizer._hyper_parameters(group if loaded is None else {**group, **_kept(loaded)})
         if loaded is not None and loaded.get("decoupled_weight_decay", values.decoupled_weight_decay) != \
                 values.decoupled_weight_decay:
-            raise InvalidArgumentError(f"param group {index} is of the other of Adam and AdamW: their weight decay "
-                                       "differs")
+            kind = "Adam" if values.decoupled_weight_decay else "AdamW"
+            raise InvalidArgumentError(f"param group {index} was trained with {kind}: use that optimizer, because the "
+                                       "weight decay of Adam and AdamW differs")
         if loaded is not None and len(loaded["params"]) != len(group["params"]):
             raise FailedPreconditionError(f"param group {index} has {len(loaded['params'])} parameters in the "
                                           f"optimizer's state and {len(group['params'])} in the optimizer")
@@ -64,31 +65,28 @@ def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: Stat
         if sorted(order) != sorted(group["param_names"]):
             raise FailedPreconditionError(f"param group {index} has other parameters in the optimizer's state than in "
                                           "the optimizer")
-        named = set()
-        for name, parameter in zip(group["param_names"], group["params"]):
-            if id(parameter) in seen:  # Tied: of the names the first counts.
-                continue
-            seen.add(id(parameter))
-            if not of_job(parameter):
-                continue
-            kind = f"{index}.{str(parameter.dtype).removeprefix('torch.')}"
-            if kind not in named:
-                named.add(kind)
-                groups.append({"name": kind, "hyper_parameters": json_of(values)})
-            if not parameter.requires_grad:
-                continue
-            if name not in weights:
-                raise FailedPreconditionError(f"the model's state has no parameter {name}")
-            _put(planes["master"], name, weights[name], parameter)
-            of_torch = {} if loaded is None else moments["state"].get(loaded["params"][order.index(name)], {})
-            count = int(of_torch["step"]) if "step" in of_torch else 0
-            step = max(step, count)
-            for plane in PLANES[1:] if values.amsgrad else PLANES[1:3]:
-                if count > 0 and plane not in of_torch:
-                    raise FailedPreconditionError(f"the optimizer's state has no {plane} of {name}")
-                _put(planes[plane], name, of_torch[plane] if count > 0 else torch.zeros(parameter.shape), parameter)
-            parameters.append({"name": name, "shape": list(parameter.shape), "group": kind,
-                               "elements": parameter.numel(), "update_count": count})
+        settings.append(values)
+        loaded_of.append(loaded)
+        orders.append(order)
+    described = Described(optimizer.param_groups, settings)
+    groups = [{"name": group.name, "hyper_parameters": json_of(group.hyper_parameters)} for group in described.groups]
+    parameters, planes, step = [], {plane: {} for plane in PLANES}, 0
+    for index, parameter in described.trained.items():
+        name, group = described.names[index], described.specs[index].group
+        source, amsgrad = described.source[group], described.groups[group].hyper_parameters.amsgrad
+        if name not in weights:
+            raise FailedPreconditionError(f"the model's state has no parameter {name}")
+        _put(planes["master"], name, weights[name], parameter)
+        of_torch = {} if moments is None else moments["state"].get(
+            loaded_of[source]["params"][orders[source].index(name)], {})
+        count = int(of_torch["step"]) if "step" in of_torch else 0
+        step = max(step, count)
+        for plane in planes_of(amsgrad):
+            if count > 0 and plane not in of_torch:
+                raise FailedPreconditionError(f"the optimizer's state has no {plane} of {name}")
+            _put(planes[plane], name, of_torch[plane] if count > 0 else torch.zeros(parameter.shape), parameter)
+        parameters.append({"name": name, "shape": list(parameter.shape), "group": groups[group]["name"],
+                           "elements": parameter.numel(), "update_count": count})
     if not planes["max_exp_avg_sq"]:
         del planes["max_exp_avg_sq"]
     index = index_of(pathlib.Path(folder).name, step, groups, parameters)
@@ -97,17 +95,17 @@ def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: Stat
 
 def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) \
         -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    """The weights of a checkpoint, FOLDER/step-STEP.GENERATION or the newest in FOLDER, in fp32 by parameter: for
-    model.load_state_dict(..., strict=False) or safetensors.torch.save_file; and, for an `optimizer` of
-    torch.optim (or of ballast.torch) over named parameters, what its load_state_dict takes: an Adam of Adam's, an AdamW
-    of AdamW's. Checksums are checked; in a FOLDER one whose index is damaged, or that was renamed, is passed over
-    with a warning."""
+    """The weights of a checkpoint in fp32, by parameter: for model.load_state_dict(..., strict=False) or
+    safetensors.torch.save_file. The checkpoint is FOLDER/step-STEP.GENERATION, or the newest in FOLDER. With an
+    `optimizer` of torch.optim (or ballast.torch) over named parameters it also returns what its load_state_dict
+    takes: an Adam for an Adam's checkpoint, an AdamW for an AdamW's. Checksums are checked. In a FOLDER a checkpoint
+    with a damaged index, or a renamed one, is skipped with a warning."""
     folder = _newest_of(pathlib.Path(checkpoint))
     index = _read_index(folder)
     planes: dict[str, dict[str, torch.Tensor]] = {}
     for file in index["files"]:
         path = folder / file["name"]
-        if not path.is_file() or _checksum(path, _kind_of(file)) != file[_kind_of(file)]:
+        if not path.is_file() or _crc32(path) != file["crc32"]:
             raise FailedPreconditionError(f"{path} does not match the checksum in index.json; use another checkpoint")
         planes.setdefault(file["plane"], {}).update(_read_safetensors(path))
     if optimizer is None:
@@ -127,8 +125,8 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
             decoupled = values["decoupled_weight_decay"]
             if group.get("decoupled_weight_decay", decoupled) != decoupled:
                 kind = "AdamW" if decoupled else "Adam"
-                raise InvalidArgumentError(f"{name} was trained by {kind}: give an optimizer of that kind, since the "
-                                           "weight decay of Adam and AdamW differs")
+                raise InvalidArgumentError(f"{name} was trained with {kind}: use that optimizer, because the weight decay "
+                                           "of Adam and AdamW differs")
             group.update({key: values[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")})
             group["betas"] = (values["beta1"], values["beta2"])
             if saved[name]["update_count"] > 0:
@@ -137,7 +135,7 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
     return planes["master"], state
 
 
-# ---------------------------------------------------------------- what others wrote
+# ---------------------------------------------------------------- other formats
 
 
 def _read(state: State) -> dict[str, Any]:
@@ -212,12 +210,12 @@ def _read_safetensors(path: pathlib.Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# ---------------------------------------------------------------- our format
+# ---------------------------------------------------------------- Ballast's format
 
 
 def index_of(job: str, step: int, groups: list[dict[str, Any]], parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a new checkpoint, whose files `write` adds."""
-    return {"format": "ballast-checkpoint", "version": 3, "job": job, "uid": secrets.token_hex(16), "step": step,
+    """The index of a new checkpoint; `write` adds the files."""
+    return {"format": "ballast-checkpoint", "version": 1, "job": job, "uid": secrets.token_hex(16), "step": step,
             "generation": 0, "saved_unix_ms": time.time_ns() // 1_000_000, "asked_for": True, "trainer_state": "",
             "last_step": None, "groups": groups, "parameters": parameters}
 
@@ -228,20 +226,12 @@ def json_of(values) -> dict[str, Any]:
             "bias_correction": values.bias_correction, "amsgrad": values.amsgrad, "maximize": values.maximize}
 
 
-def _kind_of(file: dict[str, Any]) -> str:
-    """Of a file's entry in the index: which checksum it has. Format 2 had SHA-256."""
-    return "crc32" if "crc32" in file else "sha256"
-
-
-def _checksum(path: pathlib.Path, kind: str = "crc32") -> str:
-    sha256, crc32 = hashlib.sha256(), 0
+def _crc32(path: pathlib.Path) -> str:
+    crc32 = 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
-            if kind == "crc32":
-                crc32 = zlib.crc32(piece, crc32)
-            else:
-                sha256.update(piece)
-    return f"{crc32:08x}" if kind == "crc32" else sha256.hexdigest()
+            crc32 = zlib.crc32(piece, crc32)
+    return f"{crc32:08x}"
 
 
 def _sign(index: dict[str, Any]) -> str:
@@ -252,8 +242,8 @@ def _sign(index: dict[str, Any]) -> str:
 
 
 def _newest_of(folder: pathlib.Path) -> pathlib.Path:
-    """A checkpoint's own folder; or of a folder of checkpoints the newest of the job that saved last, as a service
-    orders them. What no service would load is passed over with a warning."""
+    """A checkpoint's own folder. Or, in a folder of checkpoints, the newest of the job that saved last, in the
+    service's order. Checkpoints that no service would load are skipped with a warning."""
     found, saved = [], {}
     for path in sorted(folder.glob("step-*")):
         if not _VERSION.fullmatch(path.name):
@@ -278,13 +268,13 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
         version = index["version"] if index["format"] == "ballast-checkpoint" else None
     except (ValueError, KeyError, TypeError):
         raise FailedPreconditionError(f"{path} is not the index of a Ballast checkpoint") from None
-    if version not in (2, 3):
-        raise FailedPreconditionError(f"{path} has format version {version}, this package reads 2 and 3")
+    if version != 1:
+        raise FailedPreconditionError(f"{path} has format version {version}, this package reads 1")
     if index.get("sha256") != _sign(index):
         raise FailedPreconditionError(f"{path} does not match its own checksum; use another checkpoint")
     name = f"step-{index['step']}.{index['generation']}"
     if _VERSION.fullmatch(folder.name) and not f"{folder.name}.".startswith(f"{name}."):
-        raise FailedPreconditionError(f"{folder} was renamed: its index says that it is {name}; give it that name again")
+        raise FailedPreconditionError(f"{folder} was renamed: its index calls it {name}; rename it back")
     return index
 
 
@@ -305,7 +295,7 @@ def _write_safetensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> 
 
 
 def _make_partial(path: pathlib.Path) -> tuple[pathlib.Path, int]:
-    """PATH.partial-RANDOM, and its lock: a service that saves in the same folder removes what no process has locked."""
+    """PATH.partial-RANDOM, and its lock: a service that saves in the same folder removes unlocked ones."""
     while True:
         partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(8)}")
         partial.mkdir()
@@ -317,9 +307,9 @@ def _make_partial(path: pathlib.Path) -> tuple[pathlib.Path, int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (partial / _LOCK).exists():
                 return partial, lock
-        except BlockingIOError:  # It is about to remove it.
+        except BlockingIOError:  # The service is about to remove it.
             pass
-        except OSError:  # Nothing can be locked there, and nothing is removed.
+        except OSError:  # Locks do not work there, and nothing is removed.
             return partial, lock
         os.close(lock)
 
@@ -340,7 +330,7 @@ def _flush(directory: pathlib.Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # Some file systems flush no directories.
+        if error.errno != errno.EINVAL:  # Some file systems cannot flush directories.
             raise
     finally:
         os.close(descriptor)
@@ -348,7 +338,7 @@ def _flush(directory: pathlib.Path) -> None:
 
 def write(folder: pathlib.Path, index: dict[str, Any],
           planes: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> pathlib.Path:
-    """Whole or not at all, and nothing is replaced."""
+    """Writes all or nothing, and replaces nothing."""
     folder.mkdir(exist_ok=True)
     name = f"step-{index['step']}.0"
     partial, lock = _make_partial(folder / name)
@@ -358,7 +348,7 @@ def write(folder: pathlib.Path, index: dict[str, Any],
             path = partial / f"{plane}.safetensors"
             _write_safetensors(path, tensors)
             index["files"].append({"plane": plane, "name": path.name, "size_bytes": path.stat().st_size,
-                                   "crc32": _checksum(path)})
+                                   "crc32": _crc32(path)})
         index["size_bytes"] = sum(file["size_bytes"] for file in index["files"])
         index["saved_unix_ms"] = max(index["saved_unix_ms"], _last_saved(folder) + 1)
         index["sha256"] = _sign(index)

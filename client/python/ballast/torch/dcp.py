@@ -1,8 +1,7 @@
-"""What torch.distributed.checkpoint must know of an optimizer's state.
+"""Adapts torch.distributed.checkpoint to the optimizers' state.
 
-It loads into a state that the optimizer has, of which every entry must be in the checkpoint. One that torch.optim has
-saved has none of the entries that only ours has: they stay what they are.
-"""
+It loads into an existing state of the optimizer, and each entry must be in the checkpoint. A checkpoint of
+torch.optim lacks Ballast's own entries: these do not change."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import sys
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
-# By the path of an entry in the flat state: an optimizer of ours is where this is, and has these.
+# By the path of an entry in the flat state: marks an optimizer of Ballast, and its own entries.
 _MARK = re.compile(r"(.*\.|)param_groups\..*\.job_uid")
 _OURS = re.compile(r"param_groups\..*\.(job_uid|job_step|param_names(\.\d+)?)|state\..*\.master")
 
@@ -23,7 +22,7 @@ def asks() -> bool:
 
 
 def load_without_ours() -> None:
-    """Once it is imported."""
+    """Takes effect once it is imported."""
     planner = getattr(sys.modules.get(_PLANNER), "DefaultLoadPlanner", None)
     if planner is not None and not hasattr(planner.create_local_plan, "__wrapped__"):
         planner.create_local_plan = _leaving_ours(planner.create_local_plan)
@@ -37,7 +36,7 @@ def _leaving_ours(original):
             for key in [key for key in self.state_dict if key not in saved and key.startswith(optimizer)
                         and _OURS.fullmatch(key.removeprefix(optimizer))]:
                 del self.state_dict[key]
-                if key.endswith(".master"):  # The weights are in the checkpoint's model.
+                if key.endswith(".master"):  # The checkpoint's model has the weights.
                     _remove(self.original_state_dict, self.mappings.get(key, (key,)))
         return original(self)
 

@@ -1,4 +1,4 @@
-"""Gradients that leave as DistributedDataParallel reduces them, bucket by bucket."""
+"""Gradients that are sent as DistributedDataParallel reduces them, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _hooked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def whole_on_several_ranks(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> bool:
-    """Whether several ranks train these, and none is sharded."""
+    """Whether several ranks train these, unsharded."""
     return (dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1 and
             not any(isinstance(parameter, DTensor) for parameter in parameters))
 
 
 def ddp_of(parameters: Sequence[torch.Tensor], module: torch.nn.Module | None) -> DistributedDataParallel:
-    """The module, if it is a DistributedDataParallel, or else the living one that has some of these parameters: trainers
-    wrap a model after its optimizer is made. ValueError if that is not just one."""
+    """The module, if it is a DistributedDataParallel, or else the living one that has some of these parameters:
+    trainers wrap a model after its optimizer is made. ValueError unless there is exactly one."""
     if isinstance(module, DistributedDataParallel):
         return module
     found = living_with(parameters)
     if len(found) != 1:
-        raise ValueError(f"overlap with several processes goes with a DistributedDataParallel, and {len(found)} have "
+        raise ValueError(f"overlap with several processes needs one DistributedDataParallel, but {len(found)} have "
                          "these parameters: wrap the model in one, or shard it with fully_shard, before the first "
                          "step(), attach() or load_state_dict(); or set optimizer.module to the one that is trained")
     return found[0]
@@ -44,20 +44,20 @@ def living_with(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParal
 
 
 def check_reduction(module: DistributedDataParallel) -> None:
-    """ValueError if it does not tell when gradients are reduced."""
+    """ValueError if it cannot report when gradients are reduced."""
     if module.find_unused_parameters or module.static_graph:
         raise ValueError("overlap needs a DistributedDataParallel without find_unused_parameters and static_graph: "
-                         "with these it says only after backward which parameters were unused. Hugging Face's "
-                         "TrainingArguments take ddp_find_unused_parameters=False")
+                         "with these it reports unused parameters only after backward; give Hugging Face's "
+                         "TrainingArguments ddp_find_unused_parameters=False")
     if getattr(module, "_comm_hooks", None) and module not in _hooked:
-        raise ValueError("the DistributedDataParallel has a communication hook, and takes no second one; wrap the "
+        raise ValueError("the DistributedDataParallel already has a communication hook and takes only one; wrap the "
                          "model again, or create the optimizer with overlap=False")
 
 
 def hook_ddp(module: DistributedDataParallel) -> None:
-    """Averages as DDP itself does, and gives each average to the stream that takes the parameter's gradients then, if
-    one does. Hooks of parameters would see what one rank has. A module takes one hook in its life, which serves all
-    optimizers that it has one after the other, or beside each other; it keeps none of them."""
+    """Averages like DDP itself, and gives each average to the stream that takes the parameter's gradients, if there
+    is one. Hooks of parameters would see only one rank's gradients. A module takes one hook in its life, which
+    serves all its optimizers, one after the other or at the same time. It keeps none of them alive."""
     if module in _hooked:
         return
     module.register_comm_hook(None, _averaging(module))
@@ -66,7 +66,7 @@ def hook_ddp(module: DistributedDataParallel) -> None:
 
 def _averaging(module: DistributedDataParallel):
     group, division = module.process_group, _Division(module)
-    # Of the backward that is under way, which may be several for autograd, one inside the other: reentrant checkpoints.
+    # The current backward's. Autograd may nest several: reentrant checkpoints.
     given: list[tuple[GradientStream, int, torch.nn.Parameter]] = []
     streams: weakref.WeakSet[GradientStream] = weakref.WeakSet()
     failed: list[BaseException] = []
@@ -84,7 +84,7 @@ def _averaging(module: DistributedDataParallel):
             stream.leave_backward(backward)
 
     def average(_, bucket):  # torch looks at annotations, which must not be strings.
-        if not _in_backward():  # A rank that has joined (see uneven) gives zeros, and takes its gradients in step().
+        if not _in_backward():  # A joined rank (see uneven) gives zeros, and takes its gradients in step().
             return dist.all_reduce(division.divide(bucket), group=group, async_op=True).get_future().then(
                 lambda future: future.value()[0])
         if bucket.index() == 0:  # Buckets come in order.
@@ -94,14 +94,14 @@ def _averaging(module: DistributedDataParallel):
         taken = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
             stream, index = patches.taker_of(parameter) or (None, -1)
-            if stream is not None and index not in stream.hooked:
+            if stream is not None and index not in stream.hooks:
                 stream.enter_backward(backward)
                 streams.add(stream)
                 if stream.comes(index):
                     given.append((stream, index, parameter))
                     taken.append((stream, index, _laid_out(gradient, parameter)))
         if bucket.is_last():
-            # In the backward, of those that it may be, at whose end DDP writes .grad.
+            # In the innermost backward, at whose end DDP writes .grad.
             at_end_of_backward(end)
         reduced = dist.all_reduce(division.divide(bucket), group=group, async_op=True).get_future()
 
@@ -121,7 +121,8 @@ def _averaging(module: DistributedDataParallel):
 
 
 def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """DDP lays gradients in a bucket as their parameters lie, if those are dense; the bucket says row-major always."""
+    """In a bucket DDP lays out gradients like their parameters, if those are dense; the bucket always claims
+    row-major."""
     elements = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape)):
         if size != 1 and stride != elements:
@@ -135,14 +136,14 @@ def _in_backward() -> bool:
 
 
 class _Division:
-    """By the number of ranks, or in a join of those that have input, if it is to be so, in the bits of DDP itself: it
-    multiplies what it copies to a bucket, and divides what is there already, because `.grad` is a view of the bucket and
-    was not None before the backward."""
+    """Divides by the number of ranks, or in a join by those that have input, if configured, with DDP's bits. DDP
+    multiplies the gradients that it copies into a bucket. It divides those that are already there, because `.grad`
+    is a view of the bucket and existed before the backward."""
 
     def __init__(self, module: DistributedDataParallel):
         self._module = weakref.ref(module)
         self._ranks = module.process_group.size()
-        memory = self._memory = {}  # By parameter, the address of that in which autograd has accumulated.
+        memory = self._memory = {}  # By parameter, the address of the memory in which autograd has accumulated.
 
         def accumulated(parameter: torch.nn.Parameter) -> None:
             if parameter.grad is not None and not parameter.grad.is_sparse:

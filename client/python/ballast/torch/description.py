@@ -1,37 +1,42 @@
-"""What a job is: its description by param groups, and what all ranks must have alike."""
+"""A job's description by param groups, and what must be equal on all ranks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..errors import FailedPreconditionError
 from ..session import Group, HyperParameters, Job, Parameter
 from .places import local
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OTHERS = ("the param groups have other parameters than when the optimizer was bound to its job, by attach(), "
+           "load_state_dict() or the first step(): call attach() after what replaces parameters, such as "
+           "accelerator.prepare or fully_shard; it puts the job's weights into them")
 
 
 def of_job(parameter: torch.Tensor) -> bool:
-    """Whether a job has it. What is frozen and of another dtype, such as quantised weights, no service knows."""
+    """Whether a job has it. The service does not know frozen parameters of other dtypes, such as quantised weights."""
     return parameter.requires_grad or parameter.dtype in _DTYPES
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """What a job can have. ValueError that names what it cannot."""
+    """ValueError that names what a job cannot have."""
     if len(group["param_names"]) != len(group["params"]):
         raise ValueError(f"a param group has {len(group['params'])} parameters and {len(group['param_names'])} names: change "
                          "both alike, or make another optimizer")
     for name in ("capturable", "differentiable"):
         if group[name]:
-            raise ValueError(f"{name} is not possible: the update is made on the service")
+            raise ValueError(f"{name} is not supported: the service makes the update")
     for name, parameter in zip(group["param_names"], group["params"]):
-        if getattr(parameter, "_fsdp_flattened", False):  # As FSDP1 marks what it has flattened.
-            raise ValueError(f"parameter {name} is a part of what FullyShardedDataParallel (FSDP1) has flattened, "
-                             "and whose shards cannot be read from it: call torch.distributed.fsdp.fully_shard (FSDP2)")
+        if getattr(parameter, "_fsdp_flattened", False):  # FSDP1 marks its flattened parameters so.
+            raise ValueError(f"parameter {name} is part of a flat parameter of FullyShardedDataParallel (FSDP1), "
+                             "whose shards cannot be read: use torch.distributed.fsdp.fully_shard (FSDP2)")
         if not of_job(parameter):
             continue
         if parameter.is_complex():
@@ -41,8 +46,9 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def not_held(module: torch.nn.Module | None, param_groups: list[dict[str, Any]]) -> list[str]:
-    """The names of what training may change and no service holds: persistent buffers, except statistics that count
-    batches and have been loaded, and frozen parameters. Without a module: the frozen ones of the param groups."""
+    """The names of state that training may change and the service does not keep: persistent buffers, except loaded
+    statistics that count batches, and frozen parameters. Without a module: the frozen parameters of the param
+    groups."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
     names = []
@@ -59,8 +65,8 @@ def not_held(module: torch.nn.Module | None, param_groups: list[dict[str, Any]])
 
 
 def check_memory(named: list[tuple[str, torch.Tensor]]) -> None:
-    """ValueError for a parameter without memory, and for two over the same: an update of one would write the other,
-    which the service does not know."""
+    """ValueError for a parameter without memory, and for two over the same memory: an update of one would write the
+    other, and the service would not know."""
     areas: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     for name, parameter in named:
         here = local(parameter)
@@ -69,8 +75,8 @@ def check_memory(named: list[tuple[str, torch.Tensor]]) -> None:
                              "and give it weights before the optimizer's first step(), attach() or load_state_dict()")
         if here.numel() > 0:
             if here.untyped_storage().nbytes() == 0:
-                raise ValueError(f"the memory of parameter {name} was freed: it is a whole one that FSDP2 had gathered for "
-                                 "a forward; create the optimizer before the first forward, or after model.reshard()")
+                raise ValueError(f"the memory of parameter {name} was freed: FSDP2 had gathered it for a forward; create "
+                                 "the optimizer before the first forward, or after model.reshard()")
             begin = here.storage_offset() * here.element_size()
             last = sum((size - 1) * stride for size, stride in zip(here.shape, here.stride()))
             areas.setdefault(here.untyped_storage().data_ptr(), []).append(
@@ -82,13 +88,13 @@ def check_memory(named: list[tuple[str, torch.Tensor]]) -> None:
                 if begin >= end:
                     break
                 if _share(tensor, other):
-                    raise ValueError(f"parameters {name} and {other_name} are two over the same memory, of which each "
-                                     "would have weights of its own on the service: use one Parameter in both places, "
-                                     "as in b.weight = a.weight")
+                    raise ValueError(f"parameters {name} and {other_name} share memory, but the service would keep "
+                                     "separate weights for each: use one Parameter in both places, as in b.weight = "
+                                     "a.weight")
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an element of them is the same: both may be columns of one matrix."""
+    """Whether they share an element: both may be columns of one matrix."""
     def at(tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         of_storage = torch.zeros(size, dtype=torch.bool)
@@ -101,19 +107,21 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Described:
-    """Param groups as a job has them: a param group becomes a group of the job for each dtype in it, a parameter with
-    several names one of the job. `tensors` and `names`: by index in the job. `source`: by group of the job, the param
-    group that it is of. trained: by identity, what the job before this one trained, and goes on to have moments, as in
-    torch, if it is frozen now."""
+    """Param groups as a job has them. A param group becomes a group of the job for each dtype in it. A parameter
+    with several names becomes one of the job. `specs`, `parameters` and `names`: by index in the job. `trained`:
+    those that are not frozen there. `source`: by group of the job, its param group. trained: by identity, the
+    parameters that the previous job trained. If frozen now, they keep their moments, as in torch."""
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters],
                  trained: Collection[int] = ()):
+        self._made_with, self.of_groups = hyper_parameters, _identities(param_groups)
+        self._names_of_groups = [list(group["param_names"]) for group in param_groups]
         self.groups: list[Group] = []
-        self.parameters: list[Parameter] = []
-        self.tensors: list[torch.Tensor] = []
+        self.specs: list[Parameter] = []
+        self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
         self.source: list[int] = []
-        self.left_out: dict[str, torch.Tensor] = {}
+        self._left_out: dict[str, torch.Tensor] = {}
         seen = set()
         for index, (group, values) in enumerate(zip(param_groups, hyper_parameters)):
             numbers: dict[torch.dtype, int] = {}
@@ -122,17 +130,69 @@ class Described:
                     continue
                 seen.add(id(parameter))
                 if not of_job(parameter):
-                    self.left_out[name] = parameter
+                    self._left_out[name] = parameter
                     continue
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 if parameter.dtype not in numbers:
                     numbers[parameter.dtype] = len(self.groups)
                     self.groups.append(Group(f"{index}.{dtype}", values, dtype, dtype))
                     self.source.append(index)
-                self.parameters.append(Parameter(name, tuple(parameter.shape), numbers[parameter.dtype],
-                                                 frozen=not (parameter.requires_grad or id(parameter) in trained)))
-                self.tensors.append(parameter)
+                self.specs.append(Parameter(name, tuple(parameter.shape), numbers[parameter.dtype],
+                                            frozen=not (parameter.requires_grad or id(parameter) in trained)))
+                self.parameters.append(parameter)
                 self.names.append(name)
+
+    @functools.cached_property
+    def trained(self) -> dict[int, torch.Tensor]:
+        return {index: self.parameters[index] for index, spec in enumerate(self.specs) if not spec.frozen}
+
+    @property
+    def of_name(self) -> dict[str, torch.Tensor]:
+        """Also of parameters outside the job."""
+        return dict([*zip(self.names, self.parameters), *self._left_out.items()])
+
+    def has(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether their parameters are the job's."""
+        return _identities(param_groups) == self.of_groups
+
+    def has_others(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether they need another job: parameters were added, left out, moved, resized or thawed. Replacements of
+        the same parameters, such as those of accelerate.prepare, do not."""
+        if self._names_of_groups != [list(group["param_names"]) for group in param_groups]:
+            return True
+        if self.has(param_groups):
+            return any(parameter.requires_grad for parameter in self._untrained)
+        of_name = self.of_name
+        return any(name in of_name and of_name[name].shape != parameter.shape for group in param_groups
+                   for name, parameter in zip(group["param_names"], group["params"]))
+
+    def check_the_same(self, param_groups: list[dict[str, Any]]) -> None:
+        """FailedPreconditionError if parameters were replaced by others with the same names and shapes."""
+        of_name = self.of_name
+        for group in param_groups:
+            for name, parameter in zip(group["param_names"], group["params"]):
+                if name in of_name and of_name[name] is not parameter and of_name[name].shape == parameter.shape:
+                    raise FailedPreconditionError(_OTHERS)
+
+    def check_now(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters]) -> None:
+        """An error if the job cannot make a step with these."""
+        if not self.has(param_groups):
+            raise FailedPreconditionError(_OTHERS)
+        for number, (then, now) in enumerate(zip(self._made_with, hyper_parameters)):
+            for name in ("amsgrad", "decoupled_weight_decay"):
+                if getattr(then, name) != getattr(now, name):
+                    raise RuntimeError(f"{name} of param group {number} was {getattr(then, name)} when the job was "
+                                       f"made, and is {getattr(now, name)} now: set it back, or create another "
+                                       "optimizer and another job")
+
+    @functools.cached_property
+    def _untrained(self) -> list[torch.Tensor]:
+        return [*self._left_out.values(),
+                *(parameter for spec, parameter in zip(self.specs, self.parameters) if spec.frozen)]
+
+
+def _identities(param_groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in param_groups]
 
 
 def lines(job: Job) -> list[tuple[str, str]]:
@@ -148,7 +208,7 @@ def lines(job: Job) -> list[tuple[str, str]]:
 
 
 def weights_in_lines(names: list[str], parameters: list[torch.Tensor]) -> list[tuple[str, str]]:
-    """Of the weights that all ranks must have alike, since each uploads a part of them: a sum of their bits."""
+    """All ranks must have the same weights, because each uploads a part: a line has the sum of a weight's bits."""
     return [(f"the sum of the bits of parameter {name}", str(_sum_of_bits(local(parameter))))
             for name, parameter in zip(names, parameters) if parameter.requires_grad and
             (not isinstance(parameter, DTensor) or all(placement.is_replicate() for placement in parameter.placements))]
@@ -159,5 +219,5 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     if flat.data_ptr() % 8 != 0:
         flat = flat.clone()
     whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
-    # By eight bytes, which goes as fast as memory.
+    # By eight bytes, which runs at memory speed.
     return flat[:whole].view(torch.int64).sum().item() + flat[whole:].view(torch.uint8).sum().item()

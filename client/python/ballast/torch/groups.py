@@ -1,4 +1,4 @@
-"""Param groups with names, as the optimizers want them."""
+"""Param groups with names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 
 def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -> list[dict[str, Any]]:
-    """Two param groups of the model's trainable parameters, by name: matrices and what else has two or more
-    dimensions, with weight_decay; biases and norms, with none. `options` go into both. A parameter that
-    several modules share is there once.
+    """Two param groups of the model's trainable parameters, by name. Parameters with two or more dimensions, such as
+    matrices, have weight_decay; biases and norms have none. `options` go into both. A parameter that several modules
+    share appears once.
 
-    >>> ballast.torch.AdamW(ballast.torch.groups(model, weight_decay=0.1), lr=3e-4)
-    """
+    >>> ballast.torch.AdamW(ballast.torch.groups(model, weight_decay=0.1), lr=3e-4)"""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decayed = [pair for pair in named if pair[1].dim() >= 2]
     others = [pair for pair in named if pair[1].dim() < 2]
@@ -23,8 +22,9 @@ def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -
 
 
 def named(params: Any, module: torch.nn.Module | None, begin: int = 0) -> Any:
-    """What torch.optim takes as parameters, each with a name: one that has none gets that of names_in, or "param.N"
-    for the Nth of all, counted from begin. Where some have names they stay as they are, and torch.optim has its error."""
+    """torch.optim's argument for parameters, each with a name. A parameter without a name gets that of names_in, or
+    "param.N" for the Nth of all, counted from begin. If only some have names, they do not change, and torch.optim
+    raises its error."""
     if isinstance(params, (torch.Tensor, set, dict)):
         return params
     groups = list(params)
@@ -35,16 +35,16 @@ def named(params: Any, module: torch.nn.Module | None, begin: int = 0) -> Any:
     groups = [{**group, "params": [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])}
               for group in groups]
     if not all(torch.is_tensor(entry) for group in groups for entry in group["params"]):
-        return groups  # With names, of all or of some.
+        return groups  # All or some have names.
     names, number = names_in(module), itertools.count(begin)
     return [{**group, "params": [(names.get(id(entry), f"param.{index}"), entry)
                                  for entry, index in zip(group["params"], number)]} for group in groups]
 
 
 def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """A state of an optimizer, in these param groups if its own are others: by the parameters' names, or, where it has
-    none, without its empty groups. A group whose parameters were in several has its own hyper-parameters. What cannot be
-    matched stays."""
+    """A state of an optimizer, in these param groups if its own differ. Parameters are matched by name, or, without
+    names, by order without empty groups. If a group's parameters were in several groups, it keeps its own
+    hyper-parameters. Unmatched parts do not change."""
     theirs = state["param_groups"]
     found = {name: (index, group) for group in theirs for name, index in zip(group.get("param_names", []), group["params"])}
     names = [name for group in groups for name in group["param_names"]]
@@ -66,7 +66,7 @@ def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, 
 
 
 def names_in(module: torch.nn.Module | None) -> dict[int, str]:
-    """By the identity of its parameters, as a module has them that DistributedDataParallel may have wrapped."""
+    """Names by the identity of the module's parameters. DistributedDataParallel may have wrapped the module."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
     return {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}

@@ -1,10 +1,9 @@
 """A parameter whose weights are on their way has another class, which waits before anything can read it.
 
-Of an object of that class Python can ask no attribute, operator or conversion, and C++ not whether it is a tensor,
-without a call of the class: it waits, gives the parameter its own class back, and only then answers. A few attributes
-are no weights, and are answered at once. So nobody who reads has to know; what reads the memory by other tensors, or
-from C++ that has the parameter already, is found by `put`.
-"""
+To ask an object of that class for an attribute, operator or conversion, Python has to call the class. C++ has to
+call it to ask whether the object is a tensor. The class waits, gives the parameter its own class back, and then
+answers. A few attributes do not depend on weights, and are answered at once. So readers need not know. Two kinds of
+readers escape this: other tensors of the memory, and C++ that has the parameter already. `put` finds them."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from .places import here_of
 
 _NO_WEIGHTS = frozenset(("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "__dict__", "_fix_weakref",
                          "__torch_function__"))
@@ -22,20 +22,21 @@ _NO_WEIGHTS_TO_WRITE = frozenset(("grad", "requires_grad"))
 _KEPT = frozenset(("__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__",
                    "__getattr__", "__setattr__", "__delattr__", "__hash__", "__torch_function__"))
 _class = object.__dict__["__class__"]
-_at_once = torch._C.DisableTorchFunctionSubclass  # Else a getter of torch asks for more attributes.
+_at_once = torch._C.DisableTorchFunctionSubclass  # Otherwise a getter of torch asks for more attributes.
 
-Wait = "Callable[[list[int] | None], None]"  # For the weights of parameters by these indices, or for all.
+Wait = "Callable[[list[int] | None], None]"  # Waits for the weights of parameters by these indices, or of all.
 
 _guards: dict[type, type] = {}
-_own_classes: dict[type, type] = {}  # Of the guards.
-_waits: dict[int, tuple[Wait, int]] = {}  # By the identity of each parameter that is guarded: with its index.
+_own_classes: dict[type, type] = {}  # By guard.
+_waits: dict[int, tuple[Wait, int]] = {}  # By the identity of each guarded parameter: with its index.
 _asked = threading.local()
 
 
 def put(parameter: torch.Tensor, wait: Wait, index: int, ours: Iterable[torch.Tensor]) -> bool:
-    """From now on whatever reads the parameter first calls `wait` with its index. True if its weights could be read
-    all the same: by another tensor of its memory than `ours`, by another process, or from C++ that has the parameter."""
-    here = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    """From now on every reader of the parameter first calls `wait` with its index. Returns True if its weights could
+    be read without that: by another tensor of its memory than `ours`, by another process, or from C++ that has the
+    parameter."""
+    here = here_of(parameter)
     storage = here.untyped_storage()
     shared = here.device.type == "cpu" and storage.is_shared()
     known = {id(tensor): tensor for one in (here, *ours) for tensor in (one, one._base)
@@ -44,12 +45,12 @@ def put(parameter: torch.Tensor, wait: Wait, index: int, ours: Iterable[torch.Te
     _waits[id(parameter)] = wait, index
     if type(parameter) not in _own_classes:
         _class.__set__(parameter, _guard_of(type(parameter)))
-    return (shared or torch._C._storage_Use_Count(storage._cdata) > len(known) + 1 or  # `storage` itself.
+    return (shared or torch._C._storage_Use_Count(storage._cdata) > len(known) + 1 or  # `storage` itself counts.
             torch.Tensor._use_count(here) > (1 if node is None else 2))
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    """Autograd's node that sums its gradients and has it, too: it has one at most. None if nobody has it but Python."""
+    """Autograd's node that sums its gradients and refers to it: at most one. None if only Python refers to it."""
     if not tensor.requires_grad or torch.Tensor._use_count(tensor) == 1:
         return None
     with torch.enable_grad():
@@ -78,13 +79,13 @@ def read(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def waits() -> set[Wait]:
-    """Of whatever is guarded."""
+    """The waits of all guarded parameters."""
     return {wait for wait, _ in _waits.values()}
 
 
 @contextlib.contextmanager
 def reading_none() -> Iterator[None]:
-    """In this thread isinstance() does not wait: whoever asks reads no weights."""
+    """In this thread isinstance() does not wait: the caller reads no weights."""
     _asked.reads_none = True
     try:
         yield
@@ -93,7 +94,7 @@ def reading_none() -> Iterator[None]:
 
 
 def check(name: str, parameter: torch.Tensor) -> None:
-    """ValueError if no other class can be put in the place of its own."""
+    """ValueError if the parameter's class cannot be replaced."""
     own = type(parameter)
     try:
         if own not in _own_classes:
@@ -107,8 +108,9 @@ def check(name: str, parameter: torch.Tensor) -> None:
 # ------------------------------------------------------------ the class
 
 def _guard_of(own: type) -> type:
-    """Python's isinstance(), with which C++ asks, too, takes an object's real class, and if that does not do the
-    attribute `__class__`. So torch.Tensor is no base of the guard for it, though it is one for the memory's layout."""
+    """Python's isinstance(), which C++ uses too, takes an object's real class, and if that fails the attribute
+    `__class__`. So isinstance() must not see torch.Tensor as a base of the guard, though it is one for the memory's
+    layout."""
     found = _guards.get(own)
     if found is not None:
         return found
@@ -120,7 +122,7 @@ def _guard_of(own: type) -> type:
     kind = type("_Guard", (type(own),), {"mro": _mro})
     made = kind(own.__name__, (own,), methods)
     made.hides_tensor = True  # Only now: torch makes no class without that base.
-    made.__bases__ = made.__bases__  # Which asks for the order of bases again.
+    made.__bases__ = made.__bases__  # This computes the order of bases again.
     if issubclass(made, torch.Tensor):
         raise TypeError("its bases cannot be hidden")
     _guards[own], _own_classes[made] = made, own
@@ -144,7 +146,7 @@ def _get(self: torch.Tensor, name: str) -> Any:
     read([self])
     if name != "__class__" or guard not in _own_classes:
         return getattr(self, name)
-    # isinstance() takes no answer that is the real class: the next one to ask finds that.
+    # isinstance() refuses the real class as an answer: the next caller finds that.
     if waits is not None:
         _waits[id(self)] = waits
     _class.__set__(self, guard)
@@ -174,7 +176,7 @@ def _torch_function(_: type, function: Callable[..., Any], __: Any, arguments: t
     found = list(_guarded_in((arguments, options)))
     if found:
         read(found)
-    else:  # Where only the function itself finds it.
+    else:  # If only the function itself finds it.
         for wait in waits():
             wait()
     return function(*arguments, **options or {})

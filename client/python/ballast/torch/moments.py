@@ -1,10 +1,10 @@
-"""Moments that a loaded state has, and how a new job begins with them: each rank uploads its part, with the first
-weights."""
+"""Moments of a loaded state, and how a new job begins with them: each rank uploads its part with the first weights."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,60 +12,65 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..session import PLANES, Job, Session
+from .places import local
 
-# Of a parameter: its planes, as torch.optim names them, and `step`.
+# A parameter's planes, with torch.optim's names, and `step`.
 Moments = "dict[str, torch.Tensor]"
 
 
 def moments_of(state: dict[str, Any], groups: list[dict[str, Any]]) -> list[Moments | None] | None:
-    """What a state_dict of torch.optim, or a full one of ours, has of each parameter of these param groups, in their
-    order: a copy, since an optimizer that goes on changes what it has given. None if it has nothing; None for a
-    parameter without an update. Within a group parameters are found by name, where both sides have the same names,
-    and else by their order, as in torch."""
+    """The moments that a state_dict of torch.optim, or a full one of Ballast, has for each parameter of these param
+    groups, in their order. It is a copy, because an optimizer that continues changes its own. None if the state has
+    no moments; None for a parameter without an update. Within a group parameters are matched by name if both sides
+    have the same names, else by order, as in torch."""
     theirs_by_group = state["param_groups"]
     if not any("exp_avg" in values for values in state["state"].values()) or \
             [len(group["params"]) for group in theirs_by_group] != [len(group["params"]) for group in groups]:
-        return None  # torch itself has an error for other lengths.
+        return None  # torch itself raises an error for other lengths.
     found = []
     for index, (theirs, group) in enumerate(zip(theirs_by_group, groups)):
         decoupled = group["decoupled_weight_decay"]
         if theirs.get("decoupled_weight_decay", decoupled) != decoupled:
-            raise InvalidArgumentError(f"param group {index} is of the other of Adam and AdamW: their weight decay "
-                                       "differs")
+            kind = "Adam" if decoupled else "AdamW"
+            raise InvalidArgumentError(f"param group {index} was trained with {kind}: use that optimizer, because the "
+                                       "weight decay of Adam and AdamW differs")
         names = theirs.get("param_names", [])
         by_name = sorted(names) == sorted(group["param_names"])
         for place, (name, parameter) in enumerate(zip(group["param_names"], group["params"])):
             values = state["state"].get(theirs["params"][names.index(name) if by_name else place], {})
-            wants = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if theirs.get("amsgrad") else [])]
-            found.append(_copied(name, parameter, values, wants))
+            found.append(_copied(name, parameter, values, planes_of(bool(theirs.get("amsgrad")))))
     return None if all(values is None for values in found) else found
 
 
-def _copied(name: str, parameter: torch.Tensor, values: Moments, wants: list[str]) -> Moments | None:
+def planes_of(amsgrad: bool) -> tuple[str, ...]:
+    """A parameter's moments, beside its master weights."""
+    return tuple(PLANES)[1:4 if amsgrad else 3]
+
+
+def _copied(name: str, parameter: torch.Tensor, values: Moments, wants: tuple[str, ...]) -> Moments | None:
     if not parameter.requires_grad or int(values.get("step", 0)) == 0:
         return None
     copies = {"step": torch.tensor(float(values["step"]))}
     for plane in [*wants, *(["master"] if "master" in values else [])]:
         if plane not in values:
-            raise FailedPreconditionError(f"the state that was loaded has no {plane} of {name}")
+            raise FailedPreconditionError(f"the loaded state has no {plane} of {name}")
         value = values[plane].detach()
         if tuple(value.shape) != tuple(parameter.shape):
-            raise FailedPreconditionError(f"{name} has shape {list(value.shape)} in the state that was loaded and "
+            raise FailedPreconditionError(f"{name} has shape {list(value.shape)} in the loaded state and "
                                           f"{list(parameter.shape)} in the model")
-        here = value.to_local() if isinstance(value, DTensor) else value
-        if not bool(torch.isfinite(here).all()):
-            raise InvalidArgumentError(f"{plane} of {name} has a value that is not finite in the state that was loaded")
+        if not bool(torch.isfinite(local(value)).all()):
+            raise InvalidArgumentError(f"{plane} of {name} has a value that is not finite in the loaded state")
         copies[plane] = value.clone() if isinstance(value, DTensor) else value.to("cpu", torch.float32, copy=True)
     return copies
 
 
-# By plane what this rank has of each parameter, None where that is nothing.
+# By plane: this rank's part of each parameter; None if it has no part.
 Parts = "dict[str, list[torch.Tensor | None]]"
 
 
 def gather(job: Job, parameters: list[torch.Tensor], moments: list[Moments | None]) -> tuple[list[int], Parts]:
-    """What a job begins with: how often each of its parameters was updated, and the planes. All ranks call it together,
-    and none of them again by itself: state that is placed otherwise goes from rank to rank."""
+    """The start of a job: each parameter's number of updates, and the planes. All ranks call it together, because
+    state with another placement goes from rank to rank. No rank may repeat it alone."""
     counts = [0 if spec.frozen or values is None else int(values["step"])
               for spec, values in zip(job.parameters, moments)]
     parts: dict[str, list[torch.Tensor | None]] = {plane: [] for plane in PLANES}
@@ -82,36 +87,44 @@ def gather(job: Job, parameters: list[torch.Tensor], moments: list[Moments | Non
 
 
 def upload(session: Session, counts: list[int], parts: Parts) -> None:
-    """What this rank owns of that, a part of a parameter after the other: no copy of all is made."""
+    """Uploads this rank's part of that."""
+    # If all parameters with moments are frozen now, nothing is uploaded.
+    session.upload_by(writing(lambda parameter, plane: parts[plane][parameter]), step=max(counts, default=0),
+                      update_counts=counts)
+
+
+def writing(part: Callable[[int, str], torch.Tensor | None]) -> Callable[[int, str, int, int, int], None]:
+    """`write` for Session.upload_by and write_state, one parameter after another, without a copy of all. part: this
+    rank's part of a parameter and a plane; None for zeros."""
     flat: dict[tuple[int, str], torch.Tensor] = {}
 
     def write(parameter: int, plane: str, offset: int, elements: int, address: int) -> None:
-        value = parts[plane][parameter]
-        if value is None:
-            return  # Zeros.
         if (parameter, plane) not in flat:
             flat.clear()
-            flat[parameter, plane] = value.reshape(-1)  # A copy where its elements do not lie in order.
+            value = part(parameter, plane)
+            if value is None:
+                return  # The memory is zero.
+            flat[parameter, plane] = value.reshape(-1)  # A copy if its elements are not in order.
         place = torch.frombuffer((ctypes.c_float * elements).from_address(address), dtype=torch.float32)
         place.copy_(flat[parameter, plane][offset:offset + elements])
 
-    # If all that have moments are frozen by now, there are none.
-    session.upload_by(write, step=max(counts, default=0), update_counts=counts)
+    return write
 
 
 def digest(parameters: list[torch.Tensor], moments: dict[int, Moments | None]) -> str:
-    """Of what all ranks must have alike where each uploads a part: moments by the identity of their parameters."""
+    """A digest of what all ranks must have in common if each uploads a part: moments by the identity of their
+    parameters."""
     seen = hashlib.sha256()
     for parameter in parameters:
         for plane, value in sorted((moments[id(parameter)] or {}).items()):
             seen.update(plane.encode())
-            if not isinstance(value, DTensor):  # Of those a rank has its own part.
+            if not isinstance(value, DTensor):  # Each rank has its own part of a DTensor.
                 seen.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
     return seen.hexdigest()
 
 
 def part_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Of a state's tensor, as this rank has of the parameter."""
+    """This rank's part of a state's tensor."""
     kept = value
     if isinstance(value, DTensor) and not (isinstance(parameter, DTensor) and value.placements == parameter.placements
                                            and value.device_mesh == parameter.device_mesh):
@@ -124,10 +137,10 @@ def part_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _master(weights: torch.Tensor, values: Moments | None) -> torch.Tensor:
-    """In fp32 where the state has that, unless other weights have been put in place since."""
+    """In fp32 if the state has that, unless other weights have replaced it since."""
     master = None if values is None else values.get("master")
     if master is None or isinstance(master, DTensor) != isinstance(weights, DTensor):
         return weights
-    ours, theirs = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (weights, master))
+    ours, theirs = local(weights), local(master)
     same = ours.shape == theirs.shape and torch.equal(theirs.to(ours.device, ours.dtype), ours)
     return master if same else weights

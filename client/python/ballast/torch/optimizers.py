@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .options import Options
 from .remote import Remote
 
 
 def _check_tensors(lr, betas, foreach: bool | None) -> None:
-    """As torch does, though here they could be anything."""
+    """The same checks as in torch."""
     if torch.is_tensor(lr):
         if foreach:
             raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
@@ -29,8 +30,8 @@ def _check_tensors(lr, betas, foreach: bool | None) -> None:
 
 
 class Adam(Remote):
-    """torch.optim.Adam on a Ballast service: weight_decay is L2 regularisation, and 0 by default, unless
-    decoupled_weight_decay makes it AdamW's. Everything else as in AdamW."""
+    """torch.optim.Adam on a Ballast service. weight_decay is L2 regularisation, by default 0; with
+    decoupled_weight_decay it is AdamW's. Everything else as in AdamW."""
 
     def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3,
                  betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999), eps: float = 1e-8,
@@ -60,57 +61,63 @@ class Adam(Remote):
         defaults = dict(lr=lr, betas=tuple(float(beta) for beta in betas), eps=eps, weight_decay=weight_decay,
                         amsgrad=amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
                         differentiable=differentiable, fused=fused, decoupled_weight_decay=decoupled_weight_decay)
-        super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
-                         process_group=process_group, timeout=timeout, reconnect_timeout=reconnect_timeout,
-                         full_state=full_state, overlap=overlap,
-                         overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
-                         keep_previous=keep_previous, on_abort=on_abort, on_write=on_write,
-                         credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file))
+        super().__init__(params, defaults, Options(
+            service=service, job=job, max_norm=max_norm, update=update, process_group=process_group, timeout=timeout,
+            reconnect_timeout=reconnect_timeout, full_state=full_state, overlap=overlap, overlap_weights=overlap_weights,
+            accumulation_steps=accumulation_steps, module=module, keep_previous=keep_previous, on_abort=on_abort,
+            on_write=on_write, credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)))
 
 
 class AdamW(Adam):
     """torch.optim.AdamW on a Ballast service.
 
-    params: as torch has them, best with names: model.named_parameters(), or `ballast.torch.groups`. Without, the names
-    are those of module= or a DistributedDataParallel, or else numbers. lr, betas, eps,
-    weight_decay, amsgrad, maximize: as in torch. foreach, fused: accepted, and without meaning here.
+    params: as in torch, best with names: model.named_parameters(), or `ballast.torch.groups`. Without names they get
+    those of module= or a DistributedDataParallel, else numbers. lr, betas, eps, weight_decay, amsgrad, maximize: as
+    in torch. foreach, fused: accepted and ignored.
 
-    service: "host:port" or "unix:/path"; None: the optimizers of this process share a service, which ends with the last of them. job: its
-    name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
-    on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
-    the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
-    reconnect_timeout: how long a call waits for a service that went away, in seconds, before it raises an
-    UnavailableError. full_state: state_dict has the moments, too; by default with service=None, whose state ends with
-    the run. keep_previous: `undo_step` is possible, and the service keeps one more version of all state for it.
-    on_abort: what becomes of a step that cannot be kept, because it was aborted on the service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
-    changes nothing, `skipped` says why, and training goes on. on_write: what becomes of weights that the trainer has
-    written between steps, which the service would undo. "error": step() raises, and names `send_weights` and `attach`.
-    "send": step() has the service take them, also those written by .data; in one process for a copy of the weights and
-    a look at them in each step, with several ranks by sending all weights before each step. tls_ca, tls_cert, tls_key, token_file: files, as for
-    `ballast.connect`.
+    service: "host:port" or "unix:/path". None: the optimizers of this process share a service, which ends with the
+    last of them. job: its name there. max_norm: clips the gradient to this global norm, as
+    torch.nn.utils.clip_grad_norm_, but on the service. update: "speculate" updates before the norm is known, with
+    the same bits. process_group: the ranks that train together, by default all. timeout: the longest wait for other
+    ranks, in seconds. reconnect_timeout: how long a call waits for an unreachable service, in seconds, before it
+    raises UnavailableError. full_state: state_dict includes the moments; the default with service=None, whose state
+    ends with the run. keep_previous: allows `undo_step`; the service keeps one more version of all state. tls_ca,
+    tls_cert, tls_key, token_file: files, as in `ballast.connect`.
 
-    overlap: from the second step on each gradient leaves as soon as backward has it. The bits are the same: what counts
-    is what `.grad` has at step(), and what was changed after it had left leaves again then. Only
-    torch.nn.utils.clip_grad_norm_ differs by rounding: without overlap torch clips `.grad`, with it the service clips.
-    max_norm= has the same bits either way. In one process whose torch.get_num_threads() are as many as its processors,
-    with a service on the same host and without accumulation_steps, they leave in step(), which takes less time there;
-    the property overlap is False then.
-    torch.nn.utils.clip_grad_norm_ has all ranks end the step's gradients, and returns their norm; step() clips, or
-    zero_grad() leaves the step out. So do clip_grads_with_norm_ and GradScaler.unscale_; each takes whole param groups.
-    What cannot be done any more raises an error that says so. zero_grad(), the optimizer's and the model's, takes back
-    what has left. accumulation_steps: a promise how often each gradient comes in a step at most: in each backward that
-    is not under no_sync(). The last time it leaves, and its `.grad` is freed, unless a DistributedDataParallel keeps it.
-    By default that is as often as in the step before, and `.grad` stays. A DistributedDataParallel is found at the first
-    step; where several have the parameters, module: the one that is trained.
+    on_abort: what happens to a step that is aborted on the service. "redo": step() raises AbortedError, and attach()
+    continues. "skip": the same step() of all ranks changes nothing, `skipped` says why, and training goes on.
 
-    overlap_weights: step() returns when the step is decided, and the weights come back while the next forward runs.
-    A parameter waits for its own before anything reads it; compiled modules, CUDA graphs and FSDP2 wait where they begin.
-    The bits are the same. Where ranks have weights from each other (DDP, HSDP) they come in step(), and the property
-    overlap_weights is False. Code that reads memory by an address that it has kept calls `wait_for_weights` first. An
-    error while weights are coming is raised where they are awaited.
+    on_write: what happens to weights that the trainer writes between steps. The service would undo them. "error":
+    step() raises an error that names `send_weights` and `attach`. "send": step() sends them to the service,
+    including writes by .data. In one process this costs a copy of the weights and a comparison in each step. With
+    several ranks all weights are sent before each step.
 
-    The job is created, or joined, at the first step; then its weights are those of the parameters. The errors
-    are those of torch for arguments, and `ballast.BallastError` for what the service refuses."""
+    overlap: from the second step on each gradient is sent as soon as backward has it, with the same bits. `.grad` at
+    step() counts: if a gradient changes after it was sent, it is sent again. Only torch.nn.utils.clip_grad_norm_
+    differs by rounding: without overlap torch clips `.grad`, with it the service clips. max_norm= has the same bits
+    either way. In one case gradients are sent in step(), which is faster, and the property overlap is False: one
+    process with as many torch.get_num_threads() as processors, a service on the same host, and no
+    accumulation_steps.
+
+    With overlap torch.nn.utils.clip_grad_norm_ makes all ranks end the step's gradients, and returns their norm.
+    step() then clips, or zero_grad() skips the step. clip_grads_with_norm_ and GradScaler.unscale_ do the same; each
+    takes whole param groups. If an operation comes too late, it raises an error that says so. zero_grad() of the
+    optimizer or the model takes back the sent gradients.
+
+    accumulation_steps: a promise: each gradient comes at most so often in a step, that is in each backward that is
+    not under no_sync(). At the last time it is sent, and its `.grad` is freed, unless a DistributedDataParallel
+    keeps it. By default a gradient is expected as often as in the step before, and `.grad` stays. A
+    DistributedDataParallel is found at the first step. If several have the parameters, module: the one that is
+    trained.
+
+    overlap_weights: step() returns when the step is decided, and the weights arrive during the next forward, with
+    the same bits. A parameter waits for its weights before it is read; compiled modules, CUDA graphs and FSDP2 wait
+    where they begin. If ranks get weights from each other (DDP, HSDP), the weights arrive in step(), and the
+    property overlap_weights is False. Code that reads memory by a kept address calls `wait_for_weights` first. An
+    error in receiving weights is raised where they are awaited.
+
+    The job is created, or joined, at the first step; its first weights are those of the parameters. Errors are
+    torch's for arguments, and `ballast.BallastError` for refusals of the service."""
 
     def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3,
                  betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999), eps: float = 1e-8,

@@ -1,4 +1,4 @@
-"""The service of this process for optimizers that were given none."""
+"""This process's service for optimizers without one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _living: weakref.ref[OwnService] | None = None
 
 
 class OwnService:
-    """Ends with the last who has it."""
+    """Ends with its last user."""
 
     def __init__(self):
         self._service, self._owner = Service(), os.getpid()
         self._jobs: weakref.WeakValueDictionary[str, Kept] = weakref.WeakValueDictionary()
-        self._names: set[str] = set()  # Of all that there have been.
-        weakref.finalize(self, self._service.stop).atexit = False  # The service has its own.
+        self._names: set[str] = set()  # All names so far.
+        weakref.finalize(self, self._service.stop).atexit = False  # The service has its own atexit.
 
     @property
     def address(self) -> str:
@@ -33,7 +33,7 @@ class OwnService:
 
     @property
     def is_here(self) -> bool:
-        """Whether it lives, and this process is no fork of the one that started it."""
+        """Whether it lives, and this process is not a fork of the starting one."""
         return os.getpid() == self._owner and self._service.ended is None
 
     def has_others(self, kept: Kept) -> bool:
@@ -47,7 +47,7 @@ class OwnService:
                                    f"({why}): load a state into another optimizer")
 
     def name_for(self, kept: Kept, job: str) -> str:
-        """The job's name, or, where another optimizer has, or had, a job of it, that with a number."""
+        """The job's name. If another optimizer has, or had, a job of this name, a number is added."""
         number, name = 1, job
         while name in self._names and self._jobs.get(name) is not kept:
             number += 1
@@ -58,7 +58,7 @@ class OwnService:
 
 
 def own_service() -> OwnService:
-    """The living one, or another that is started."""
+    """The living service, or a new one."""
     global _living
     with _lock:
         service = _living() if _living is not None else None
@@ -70,7 +70,7 @@ def own_service() -> OwnService:
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-    """What an optimizer has beyond one binding, also where the making of one is interrupted."""
+    """An optimizer's state beyond one binding, also if the making of a binding is interrupted."""
 
     service: OwnService | None = None  # On the rank that has it.
-    begun: bool = False  # This optimizer makes the job, and its binding to it has not succeeded yet.
+    begun: bool = False  # This optimizer makes the job, and its binding has not succeeded yet.

@@ -1,13 +1,12 @@
-"""What torch's own functions must know of gradients that have left.
+"""Adapts torch's own functions to sent gradients.
 
-`torch.nn.utils.clip_grad_norm_` on parameters without `.grad` returns 0 and clips nothing, without a word;
-`Module.zero_grad` cannot take back what is with the service; a `GradScaler` finds nothing to look at. They are wrapped
-in torch, once, when the first optimizer lets gradients leave during backward. For all other parameters they do what
-they did.
+`torch.nn.utils.clip_grad_norm_` on parameters without `.grad` silently returns 0 and clips nothing.
+`Module.zero_grad` cannot take back gradients from the service. A `GradScaler` finds no gradients. When the first
+optimizer sends gradients during backward, these functions are wrapped in torch, once. For all other parameters they
+do not change.
 
-A clip ends the step for further gradients, on all ranks, and returns the norm of all; the vote in `step()` says by how
-much is clipped. Clipping is by whole param groups, since the service multiplies by group.
-"""
+A clip ends the step for further gradients, on all ranks, and returns the norm of all; the vote in `step()` has the
+factor. Clipping covers whole param groups, because the service multiplies by group."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .clipping import coefficient_of
 from .streaming import GradientStream
 
-# Of a parameter, by weak references: what takes its gradients, and its index there.
+# By parameter, with weak references: the stream that takes its gradients, and its index there.
 _streams: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# How many parameters each has, by group.
+# Each stream's number of parameters, by group.
 _sizes: weakref.WeakKeyDictionary[GradientStream, collections.Counter[int]] = weakref.WeakKeyDictionary()
 _originals: dict[str, object] = {}
 
 
 def register(stream: GradientStream, parameters: Mapping[int, torch.nn.Parameter]) -> None:
-    """The gradients of these leave through the stream. By their index in its job."""
+    """The stream takes the gradients of these parameters. By their index in its job."""
     for index, parameter in parameters.items():
         _streams[parameter] = (weakref.ref(stream), index)
         _sizes.setdefault(stream, collections.Counter())[stream.group_of(index)] += 1
@@ -43,7 +42,7 @@ def register(stream: GradientStream, parameters: Mapping[int, torch.nn.Parameter
 
 
 def release(parameter: torch.Tensor) -> None:
-    """Its gradients leave through no stream any more, but in the step() of whom they are given to."""
+    """No stream takes its gradients any more; the step() of its optimizer sends them."""
     stream, index = taker_of(parameter) or (None, -1)
     if stream is not None:
         del _streams[parameter]
@@ -57,14 +56,8 @@ def taker_of(parameter: torch.Tensor) -> tuple[GradientStream, int] | None:
     return None if stream is None or stream.closed else (stream, found[1])
 
 
-def stream_of(parameter: torch.Tensor) -> GradientStream | None:
-    """The one that takes its gradients."""
-    taker = taker_of(parameter)
-    return None if taker is None else taker[0]
-
-
 def _streams_of(parameters) -> dict[GradientStream, collections.Counter[int]]:
-    """Those that take their gradients, and how many of these parameters each has, by group."""
+    """The streams that take their gradients, and how many of these parameters each has, by group."""
     found: dict[GradientStream, collections.Counter[int]] = {}
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         stream, index = taker_of(parameter) or (None, -1)
@@ -74,7 +67,7 @@ def _streams_of(parameters) -> dict[GradientStream, collections.Counter[int]]:
 
 
 def _begun_streams(parameters) -> dict[GradientStream, collections.Counter[int]]:
-    """Those of them that have given gradients in the step that is under way."""
+    """Those that have given gradients in the step in progress."""
     return {stream: counts for stream, counts in _streams_of(parameters).items() if stream.begun}
 
 
@@ -86,12 +79,12 @@ def _wrap() -> None:
     wrappers = {"clip_grad_norm_": _clip_by_norm, "clip_grads_with_norm_": _clip_with_norm,
                 "get_total_norm": _norm_of_gradients, "clip_grad_value_": _clip_by_value}
     for name, wrapper in wrappers.items():
-        original = getattr(torch.nn.utils, name, None)  # Not each version of torch has all.
+        original = getattr(torch.nn.utils, name, None)  # Some versions of torch lack some.
         if original is not None:
             _originals[name] = original
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 setattr(module, name, wrapper(original))
-    # Who has imported a function by its name goes on calling it.
+    # Code that has imported a function by name keeps calling that.
     names = {id(original): name for name, original in _originals.items()}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch."):
@@ -99,7 +92,7 @@ def _wrap() -> None:
         for alias, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in names:
                 warnings.warn(f"{module_name}.{alias} was imported before the optimizer's first step and does not see "
-                              f"gradients that have left: call torch.nn.utils.{names[id(value)]}, or create the "
+                              f"gradients that were sent already: call torch.nn.utils.{names[id(value)]}, or create the "
                               "optimizer with max_norm=", stacklevel=2)
     _originals["zero_grad"] = torch.nn.Module.zero_grad
     torch.nn.Module.zero_grad = _zero_grad(torch.nn.Module.zero_grad)
@@ -116,8 +109,8 @@ def _clip_by_norm(original):
         if not groups:
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         if norm_type != 2:
-            raise ValueError(f"norm_type is {norm_type}, and gradients that have left for the service are clipped by "
-                             "their 2-norm only; create the optimizer with overlap=False")
+            raise ValueError(f"norm_type is {norm_type}, but gradients that were sent to the service can be clipped "
+                             "only by their 2-norm; create the optimizer with overlap=False")
         _check_max_norm(max_norm)
         others = _gradients_of_others(parameters)
         norm = math.hypot(*(stream.seal().norm(of_stream) for stream, of_stream in groups.items()),
@@ -160,15 +153,15 @@ def _clip_by_value(original):
     def clip_grad_value_(parameters, *arguments, **options):
         parameters = _listed(parameters)
         if any(stream.frees for stream in _begun_streams(parameters)):
-            raise RuntimeError("clip_grad_value_ comes too late: gradients have left for the service during backward. "
-                               "Clip by the norm, or create the optimizer without accumulation_steps")
+            raise RuntimeError("clip_grad_value_ comes too late: gradients were sent to the service during backward; "
+                               "clip by the norm, or create the optimizer without accumulation_steps")
         return original(parameters, *arguments, **options)
 
     return clip_grad_value_
 
 
 def _groups(name: str, parameters: list[torch.Tensor]) -> dict[GradientStream, list[int]]:
-    """The groups that these parameters are, of those whose gradients have left."""
+    """The groups that these parameters form, among those with sent gradients."""
     if not parameters:
         _check_none_left(name, "give it the parameters, whether they have .grad or not")
     found = _begun_streams(parameters)
@@ -177,13 +170,13 @@ def _groups(name: str, parameters: list[torch.Tensor]) -> dict[GradientStream, l
         for group, count in counts.items():
             if count < _sizes[stream][group] and not given.issuperset(_with_gradient(stream, group)):
                 raise RuntimeError(f"{name} was given {count} of the {_sizes[stream][group]} parameters of a param "
-                                   "group whose gradients have left for the service, which clips whole groups: give "
-                                   "it all of the group, or make a param group of these")
+                                   "group, but the service clips whole groups of sent gradients: give it all of the "
+                                   "group, or make these a param group of their own")
     return {stream: sorted(counts) for stream, counts in found.items()}
 
 
 def _with_gradient(stream: GradientStream, group: int) -> list[int]:
-    """Which parameters of the group have a gradient in this step, in `.grad` or freed."""
+    """The group's parameters with a gradient in this step, in `.grad` or freed."""
     return [id(parameter) for parameter, (taker, index) in _streams.items()
             if taker() is stream and stream.group_of(index) == group and
             (parameter.grad is not None or index in stream.left)]
@@ -191,17 +184,17 @@ def _with_gradient(stream: GradientStream, group: int) -> list[int]:
 
 def _check_none_left(name: str, what_to_do: str) -> None:
     if any(stream.begun and stream.frees and not stream.closed for stream in _sizes):
-        raise RuntimeError(f"{name} was given no gradient, because gradients have left for the service during "
+        raise RuntimeError(f"{name} was given no gradient, because gradients were sent to the service during "
                            f"backward: {what_to_do}")
 
 
 def _check_max_norm(max_norm: float) -> None:
     if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}, and must be positive for gradients that have left for the service")
+        raise ValueError(f"max_norm is {max_norm}, but must be positive for gradients that were sent to the service")
 
 
 def _gradients_of_others(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of parameters whose gradients do not leave."""
+    """Gradients of parameters without a stream."""
     return [parameter.grad for parameter in parameters
             if parameter.grad is not None and not _begun_streams([parameter])]
 
@@ -211,7 +204,7 @@ def _whole(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _as_torch_returns_it(norm: float, parameters: list[torch.Tensor]) -> torch.Tensor:
-    """A DTensor, where there are parameters of that kind."""
+    """A DTensor, if some parameters are DTensors."""
     mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
     value = torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
     return value if mesh is None else DTensor.from_local(value, mesh, mesh.ndim * [Replicate()], run_check=False)
@@ -233,9 +226,9 @@ def _zero_grad(original):
         original(self, set_to_none)
         for stream, of_module in _streams_of(self.parameters()).items():
             if sum(of_module.values()) == sum(_sizes[stream].values()):
-                stream.discard()  # Also what has come and not left.
-            elif stream.begun and stream.frees:  # Else step() sees what is in .grad.
-                raise RuntimeError("zero_grad() of a part of the model cannot take back gradients that have left for "
+                stream.discard()  # Including those that have come and are not sent.
+            elif stream.begun and stream.frees:  # Otherwise step() sees what is in .grad.
+                raise RuntimeError("zero_grad() of a part of the model cannot take back gradients that were sent to "
                                    "the service; call the optimizer's zero_grad(), or create it without "
                                    "accumulation_steps")
         for parameter in self.parameters():
@@ -247,7 +240,7 @@ def _zero_grad(original):
 
 
 def _unscale(original):
-    """Of a GradScaler: what unscale_ does, and what step does where that was not called."""
+    """For a GradScaler: what unscale_ does, and what step does without a call of it."""
     @functools.wraps(original)
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         streams = _begun_streams(parameter for group in optimizer.param_groups for parameter in group["params"])

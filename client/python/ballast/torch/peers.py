@@ -1,4 +1,4 @@
-"""The ranks that share a job, as they tell each other what the service cannot tell them."""
+"""How the ranks of a job tell each other what the service cannot tell them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LISTEN_SECONDS = 1.0
 
 
 class Peers:
-    """Through the store by which torch.distributed has found its ranks: a rank that waits needs no collective,
-    in which no error could reach it. ranks: their numbers in the world. DeadlineError if not all make theirs
+    """Uses the store by which torch.distributed has found its ranks. So a waiting rank needs no collective, in which
+    no error could reach it. ranks: their numbers in the world. DeadlineError if some rank does not make its Peers
     within the time limit."""
 
     def __init__(self, job: str, ranks: list[int], timeout: float):
@@ -28,8 +28,8 @@ class Peers:
         self.step: int | None = None  # In which this rank waits for the others.
         self._changed = 0  # Before this step this rank changes its param groups.
         common = dist.PrefixStore(f"ballast/{job}/{ranks[0]}", dist.distributed_c10d._get_default_store())
-        # After a restart of the ranks the store may be the old one, with all that they said before: what is said
-        # now has a name of its own.
+        # After a restart of the ranks the store may be the old one, with all earlier entries. So new entries have their
+        # own names.
         token = self._answer(common) if self.rank == 0 else self._ask(common)
         self._store = dist.PrefixStore(f"ballast/{job}/{ranks[0]}/{token}",
                                        dist.distributed_c10d._get_default_store())
@@ -65,16 +65,16 @@ class Peers:
             time.sleep(_POLL_SECONDS)
 
     def fail(self, error: BaseException) -> None:
-        """Notifies the others why this rank does not go on. What the first rank says is what all get."""
+        """Notifies the others why this rank cannot continue. All get the first rank's reason."""
         line = f"rank {self.rank}: {' '.join(str(error).split()) or type(error).__name__}"
         try:
             self._store.compare_set("error", "", line)
-        except RuntimeError:  # No other is there any more.
+        except RuntimeError:  # No other rank is left.
             pass
 
     def listen(self) -> None:
-        """FailedPreconditionError with what another rank has said; or where others have changed their param groups
-        before the step in which this one waits for them."""
+        """FailedPreconditionError with another rank's reason, or if others have changed their param groups before
+        the step in which this rank waits for them."""
         if time.monotonic() < self._next_listen:
             return
         self._next_listen = time.monotonic() + _LISTEN_SECONDS
@@ -84,12 +84,12 @@ class Peers:
                                           f"{self.rank} has not: all ranks change them alike")
 
     def change(self, step: int) -> None:
-        """Before this step all ranks change their param groups. Waits until all are there."""
+        """Before this step all ranks change their param groups. Waits until all have come here."""
         self._changed = step
         self.meet(f"changed before {step}")
 
     def meet(self, where: str) -> None:
-        """Waits until all are there."""
+        """Waits until all have come here."""
         self._store.add(where, 1)
         for _ in self._polls(lambda: f"only {self._store.add(where, 0)} of {self.world_size} ranks came"):
             self._raise_error()
@@ -97,7 +97,7 @@ class Peers:
                 return
 
     def highest(self, where: str, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what the ranks give, all that many. Waits until all are there."""
+        """The maximum of the ranks' values, all of the same number. Waits until all have come here."""
         ours, before = " ".join(f"{value:020d}" for value in values), ""
         while (found := self._store.compare_set(f"{where}, highest", before, ours).decode()) < ours:
             before = found
@@ -105,7 +105,7 @@ class Peers:
         return tuple(int(value) for value in self._store.get(f"{where}, highest").decode().split())
 
     def from_first(self, what: str, value: str | None, is_bounded: bool = True) -> str:
-        """The value that rank 0 gives. is_bounded: within the time limit; else whenever it has it, or has failed."""
+        """Rank 0's value. is_bounded: within the time limit; otherwise waits until rank 0 has it, or has failed."""
         if self.rank == 0:
             self._store.set(what, value or "")
             return value or ""
@@ -116,8 +116,8 @@ class Peers:
 
     def agree(self, description: list[tuple[str, str]], of: str = "job",
               advice: str = "all ranks must train with the same job") -> None:
-        """ValueError, on all ranks, that names the first entry in which a rank differs from rank 0, and ends with the
-        advice. of: what is described, each time another thing."""
+        """ValueError, on all ranks, that names the first entry in which a rank differs from rank 0, and ends with
+        the advice. of: the subject, different in each call."""
         text = json.dumps(description)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if self.rank == 0:
@@ -128,19 +128,19 @@ class Peers:
         self.meet(f"{of} agreed")
 
     def leave(self, wait_seconds: float = 0.0) -> None:
-        """Says that this rank needs nothing more, and waits until no other does, or for the time given."""
+        """Says that this rank is finished, and waits until all others are, or for the given time."""
         try:
             self._store.add("left", 1)
             deadline = time.monotonic() + wait_seconds
             while time.monotonic() < deadline and self._store.add("left", 0) < self.world_size:
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # No other is there any more.
+        except RuntimeError:  # No other rank is left.
             pass
 
     def _raise_error(self) -> None:
         try:
             error = self._store.get("error").decode() if self._store.check(["error"]) else ""
-        except RuntimeError:  # The store has gone: other waits have an end of their own.
+        except RuntimeError:  # The store has gone: other waits end by themselves.
             return
         if error and not error.startswith(f"rank {self.rank}: "):
             raise FailedPreconditionError(error)
@@ -151,5 +151,5 @@ def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]
         if name != their_name:
             return f"this rank has {name} where rank 0 has {their_name}"
         if value != their_value:
-            return f"{name} is {value}, and on rank 0 {their_value}"
-    return f"this rank describes {len(ours)} things, and rank 0 {len(theirs)}"
+            return f"{name} is {value} here and {their_value} on rank 0"
+    return f"this rank describes {len(ours)} settings, and rank 0 {len(theirs)}"

@@ -1,4 +1,4 @@
-"""Where a rank's weights are, and how they get to the ranks that do not get them from the service."""
+"""Where a rank's weights are, and how the other ranks get them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-_PIECE_BYTES = 64 << 20  # Of weights that ranks gather from each other at once.
-_BLOCK_ELEMENTS = 256  # Of the service's layout without a mesh: a rank owns whole blocks.
+_PIECE_BYTES = 64 << 20  # Bytes of weights that ranks gather from each other at once.
+_BLOCK_ELEMENTS = 256  # In the service's layout without a mesh a rank owns whole blocks.
+
+
+def here_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    """The same, outside autograd."""
+    return here_of(tensor).detach()
 
 
 class Shards:
-    """Each rank has its shards of the parameters, or all of them if it is the only one: the session writes to the
-    parameters themselves, where they are contiguous and in host memory, else to a copy in host memory. Of
-    replicas one rank is the owner, and the others get the weights from it.
+    """Each rank has its shards of the parameters, or all of them if it is the only one. If parameters are contiguous
+    and in host memory, the session writes to them; otherwise to a copy in host memory. One replica is the owner; the
+    other replicas get the weights from it.
 
-    placements: by parameter; None for one that is whole on every rank. trained: by parameter, as the job has it; a
-    trainer may freeze one while others are trained."""
+    placements: by parameter; None for one that is whole on every rank. trained: by parameter, from the job; a
+    trainer may freeze some."""
 
     def __init__(self, parameters: list[torch.Tensor], mesh, placements: list[tuple[int | None, ...] | None],
                  trained: list[bool]):
@@ -45,15 +50,15 @@ class Shards:
 
     @property
     def together(self) -> bool:
-        """Whether all ranks must deliver at once."""
+        """Whether all ranks must deliver at the same time."""
         return bool(self._replicas)
 
     def own_range(self, index: int) -> tuple[int, int]:
-        """Which elements this rank owns, of what it has of the parameter: [begin, end), empty where it owns none."""
+        """The elements that this rank owns in its part of the parameter: [begin, end), possibly empty."""
         return 0, local(self.parameters[index]).numel() if self.owned[index] else 0
 
     def deliver(self) -> None:
-        """The weights that the session has written, to all parameters; autograd is notified."""
+        """Puts the weights that the session has written into all parameters, and notifies autograd."""
         self.notify()
         for index, here in self.elsewhere().items():
             here.copy_(self.places[index])
@@ -61,18 +66,18 @@ class Shards:
             self._broadcast(dims, members)
 
     def notify(self) -> None:
-        """Tells autograd that what it has saved of the parameters is of old weights."""
+        """Tells autograd that its saved tensors have old weights."""
         written = [parameter for parameter, is_written in zip(self.parameters, self._written) if is_written]
         torch.autograd.graph.increment_version(
             written + [parameter._local_tensor for parameter in written if isinstance(parameter, DTensor)])
 
     def elsewhere(self) -> dict[int, torch.Tensor]:
-        """What this rank has of those parameters to whose own memory the session does not write."""
+        """This rank's parts of the parameters to whose memory the session does not write."""
         return {index: local(parameter) for index, parameter in enumerate(self.parameters)
-                if self._written[index] and _address(parameter) != self._addresses[index]}
+                if self._written[index] and here_of(parameter).data_ptr() != self._addresses[index]}
 
     def _broadcast(self, dims: tuple[int, ...], members: list[int]) -> None:
-        # After the last dimension all have the owner's: on the way ranks pass on what they have so far.
+        # After the last dimension all have the owner's weights: on the way ranks pass on what they have so far.
         here = [local(self.parameters[index]) for index in members]
         flat = torch.cat([tensor.reshape(-1) for tensor in here]).to(self.mesh.device_type)
         for dim in dims:
@@ -85,14 +90,14 @@ class Shards:
             begin += tensor.numel()
 
     def keep(self, index: int) -> None:
-        """The parameter's weights are those that were delivered last."""
+        """The parameter has the delivered weights."""
         here, place = local(self.parameters[index]), self.places[index]
         if here.data_ptr() != place.data_ptr():
             place.copy_(here)
 
     def same(self, index: int) -> bool | None:
-        """Whether the parameter has the weights that were delivered last. None: the session must read them
-        again to know. Of another rank's replica that rank tells."""
+        """Whether the parameter has the delivered weights. None: only reading them again shows it. For another
+        rank's replica, that rank answers."""
         if not self.owned[index]:
             return True
         here, place = local(self.parameters[index]), self.places[index]
@@ -102,7 +107,7 @@ class Shards:
 
 
 class Flats:
-    """Each rank has all parameters, and gets a part of each group's flat space from the service; the ranks gather
+    """Each rank has all parameters, and gets a part of each group's flat space from the service. The ranks gather
     the weights from each other. members: by group of the job, the indices of its trainable parameters."""
 
     def __init__(self, parameters: list[torch.Tensor], members: list[list[int]], group_of_ranks):
@@ -126,7 +131,7 @@ class Flats:
             self._gather(flat, self.parameters[flat.members[0]].device)
 
     def _gather(self, flat: _Flat, device: torch.device) -> None:
-        """The ranks' parts of the flat space, piece by piece: no rank has another copy of all."""
+        """The ranks' parts of the flat space, piece by piece, without another copy of all."""
         elsewhere = set()
         most = min(max(_PIECE_BYTES // flat.memory.element_size() // self._ranks, 1), flat.shard_elements)
         everything = torch.empty(self._ranks * most, dtype=flat.memory.dtype, device=device)
@@ -147,7 +152,7 @@ class Flats:
             self.parameters[index].detach().copy_(flat.view(index))
 
     def own_range(self, index: int, rank: int | None = None) -> tuple[int, int]:
-        """As Shards.own_range. rank: of another one."""
+        """As Shards.own_range. rank: whose range."""
         flat = next(flat for flat in self._flats if index in flat.begins)
         first = (self._rank if rank is None else rank) * flat.shard_elements
         begin = max(first - flat.begins[index], 0)
@@ -159,14 +164,14 @@ class Flats:
         self.places[index].copy_(self.parameters[index].detach())
 
     def same(self, index: int) -> bool:
-        """As Shards.same, of what this rank got from the service: other ranks look at the rest."""
+        """As Shards.same, for what this rank got from the service: other ranks check the rest."""
         begin, end = self.own_range(index)
         here = self.parameters[index].detach().reshape(-1)[begin:end].cpu()
         return torch.equal(here, self.places[index].reshape(-1)[begin:end])
 
 
 class _Flat:
-    """A group's flat space in host memory, of which every rank has an equal part."""
+    """A group's flat space in host memory, with an equal part for every rank."""
 
     def __init__(self, members: list[int], parameters: list[torch.Tensor], world_size: int):
         self.members, self._shapes = members, {index: parameters[index].shape for index in members}
@@ -184,7 +189,7 @@ class _Flat:
         return self.memory[self.begins[index]:self.begins[index] + shape.numel()].view(shape)
 
     def parts(self, begin: int, values: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Of values that begin there, what each parameter has: its index, where in it, and the values."""
+        """Splits values that begin there by parameter: its index, the position in it, and the values."""
         first = bisect.bisect_right(self._starts, begin) - 1
         for index in self.members[max(first, 0):]:
             start = self.begins[index]
@@ -200,7 +205,7 @@ class _Flat:
 
 
 def mesh_of(names: list[str], parameters: list[torch.Tensor]):
-    """The mesh of those that are DTensors, or None. ValueError if there are several."""
+    """The mesh of the DTensors, or None. ValueError if there are several."""
     mesh = first = None
     for name, parameter in zip(names, parameters):
         if not isinstance(parameter, DTensor):
@@ -214,8 +219,8 @@ def mesh_of(names: list[str], parameters: list[torch.Tensor]):
 
 
 def placements_of(name: str, parameter: torch.Tensor, mesh) -> tuple[int | None, ...]:
-    """For each dimension of the mesh the parameter's dimension that it cuts, or None. A parameter that is no
-    DTensor is whole on every rank. NotImplementedError for what is neither cut nor whole."""
+    """For each dimension of the mesh the parameter's dimension that it cuts, or None. A parameter that is not a
+    DTensor is whole on every rank. NotImplementedError for placements other than shards and replicas."""
     if not isinstance(parameter, DTensor):
         return (None,) * mesh.ndim
     cuts = []
@@ -231,16 +236,12 @@ def placements_of(name: str, parameter: torch.Tensor, mesh) -> tuple[int | None,
 
 
 def _is_owner(mesh, placements: tuple[int | None, ...] | None) -> bool:
-    """Of its shard: the first of the replicas is."""
+    """Whether this rank owns its shard: the first replica does."""
     if mesh is None or placements is None:
         return True
     return all(cut is not None or at == 0 for cut, at in zip(placements, mesh.get_coordinate()))
 
 
-def _address(parameter: torch.Tensor) -> int:
-    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).data_ptr()
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie row-major in host memory."""
+    """Whether its elements are row-major in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""What a trainer logs of a step, and where a rank's time goes, for people who look at the job."""
+"""What a trainer logs of a step, and how a rank spends its time, for people who look at the job."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_NUMBERS = 16
 
 
 class Logged:
-    """Numbers by name, of the step that comes next. Tensors are copied where they are, and read when they are sent: a
-    GPU is not waited for before."""
+    """Numbers of the next step, by name. Tensors are copied on their device and read when they are sent, so a GPU is
+    not awaited earlier."""
 
     def __init__(self):
         self._values: dict[str, Any] = {}
 
     def add(self, numbers: dict[str, Any]) -> None:
-        """All of them, or none and an error."""
+        """Adds all of them, or raises an error and adds none."""
         taken = {}
         for name, value in numbers.items():
             if not _NAME.fullmatch(name):
@@ -36,7 +36,7 @@ class Logged:
                 if value.is_complex():
                     raise TypeError(f"{name} is logged as a tensor of complex numbers; log its abs(), for example")
                 taken[name] = value
-            elif isinstance(value, Real):  # numpy's, too.
+            elif isinstance(value, Real):  # Including numpy's.
                 try:
                     taken[name] = float(value)
                 except OverflowError as error:
@@ -49,7 +49,7 @@ class Logged:
             self._values[name] = local(value).detach().clone() if torch.is_tensor(value) else value
 
     def read(self) -> dict[str, float]:
-        """Waits for the GPU, if there are tensors of it."""
+        """Waits for the GPU if there are tensors of it."""
         return {name: float(value) for name, value in self._values.items()}
 
     def clear(self) -> None:
@@ -57,7 +57,7 @@ class Logged:
 
 
 class Clock:
-    """Where this rank's time goes: each lap is a part of it."""
+    """How this rank spends its time: each lap is a part."""
 
     def __init__(self):
         self._at = time.perf_counter()

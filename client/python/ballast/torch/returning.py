@@ -1,5 +1,5 @@
-"""Weights that come back while the next forward pass runs. Each parameter has a guard until its own are there, so a
-forward begins with its first layers while the last ones are still updated."""
+"""Weights that return during the next forward pass. A guard blocks each parameter until its weights are there. So a
+forward begins with the first layers while the last ones are still being updated."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OWN_REFERENCES = 3  # The binding's list, the dictionary here, and the call tha
 
 
 class ReturningWeights:
-    """Of one optimizer. parameters, names: those that are trained, by their index in the job."""
+    """One optimizer's. parameters, names: of the trained ones, by their index in the job."""
 
     def __init__(self, parameters: Mapping[int, torch.Tensor], names: Mapping[int, str]):
-        self.coming: set[int] = set()  # Whose weights have not been taken.
+        self.coming: set[int] = set()  # Parameters whose weights have not been taken.
         self._parameters = parameters
-        # Of one module, as their names say: they are read one after the other, and each wait has its price.
+        # Parameters of one module, by their names: they are read one after the other, and each wait has a cost.
         of_module: dict[str, set[int]] = {}
         for index, name in names.items():
             of_module.setdefault(name.rpartition(".")[0] or name, set()).add(index)
@@ -37,14 +37,15 @@ class ReturningWeights:
         self._fsdp = _fsdp_of(parameters)
 
     def close(self) -> None:
-        """The parameters are as they are."""
+        """The parameters do not change."""
         self.coming, self._take = set(), None
         for parameter in self._parameters.values():
             guard.remove(parameter)
 
     def begin(self, take: Callable[[list[int], bool], None], ours: Callable[[int], list[torch.Tensor]]) -> None:
-        """A step is decided, whose weights are coming. take: waits for those of these parameters, or for the end of the
-        step, and notes here which `arrived`. ours: which tensors of a parameter's memory this optimizer has itself."""
+        """A step is decided, and its weights are on their way. take: waits for those of these parameters, or for the
+        end of the step, and reports here which `arrived`. ours: this optimizer's own tensors of a parameter's
+        memory."""
         self._take, self.coming = take, set(self._parameters)
         self._held = [index for index, parameter in self._parameters.items()
                       if guard.put(parameter, self.wait, index, ours(index) + self._of_fsdp(index))]
@@ -55,7 +56,7 @@ class ReturningWeights:
             self.wait(self._held)
 
     def wait(self, indices: Collection[int] | None = None) -> None:
-        """Until the weights of these parameters, by default of all, are there."""
+        """Waits for the weights of these parameters, by default of all."""
         if self._forks != streaming._forks:
             if self.coming:
                 raise FailedPreconditionError("this process is a fork of one whose weights were still coming; call "
@@ -79,7 +80,7 @@ class ReturningWeights:
             self._take = None
 
     def has_readers(self) -> bool:
-        """Whether any of the parameters that are coming outlive the optimizer, of which this is the end."""
+        """Whether any waiting parameter outlives the optimizer, which ends here."""
         return any(sys.getrefcount(self._parameters[index]) > _OWN_REFERENCES for index in self.coming)
 
     def _of_fsdp(self, index: int) -> list[torch.Tensor]:
@@ -89,14 +90,14 @@ class ReturningWeights:
 
 
 def check_overlap_weights(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """ValueError if it would not be seen who reads the weights."""
+    """ValueError if readers of the weights would not be noticed."""
     boundaries.attend()
     for name, parameter in named:
         guard.check(name, parameter)
 
 
 def _fsdp_of(parameters: Mapping[int, torch.Tensor]) -> dict[int, weakref.ref[Any]]:
-    """What FSDP2 has of each: an FSDPParam."""
+    """FSDP2's object for each: an FSDPParam."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     index_of = {id(parameter): index for index, parameter in parameters.items() if isinstance(parameter, DTensor)}
     if not index_of:

@@ -1,5 +1,4 @@
-"""What `optimizer.state[parameter]` is: read from the service where it is asked for, and written there before the next
-step where it was changed."""
+"""`optimizer.state[parameter]`: read from the service on access. Changes are written there before the next step."""
 
 from __future__ import annotations
 
@@ -10,21 +9,22 @@ from typing import Any
 
 import torch
 
-_MOVES = "lightning_utilities.core.apply_func"  # To a device, whatever a state has.
-_LOADS = "torch.distributed.checkpoint.state_dict"  # What it finds here, also before there is a job.
+from .places import local
+
+_MOVES = "lightning_utilities.core.apply_func"  # Moves all of a state to a device.
+_LOADS = "torch.distributed.checkpoint.state_dict"  # It finds this also before there is a job.
 
 
 class ParameterState(dict):
-    """A parameter's: `step`, and the planes of its group, which torch.optim has there, too. In it are `step` and the
-    planes that have been read, or were put here; to its users it has all of them. read(plane): from the service; None
-    while there is no job."""
+    """A parameter's state: `step`, and the planes of its group, as in torch.optim. It holds `step` and the planes
+    that were read or put here; to its users it has all. read(plane): from the service; None while there is no job."""
 
     def __init__(self, *values: Any, **named: Any):
         super().__init__(*values, **named)
         self._planes: tuple[str, ...] = ()
         self._read: Callable[[str], torch.Tensor] | None = None
         self._told: tuple[torch.Tensor, int] | None = None  # The tensor that `step` was, and its version.
-        self._handed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # Planes that were read, and what they were.
+        self._handed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # Planes that were read, and their contents.
 
     @property
     def is_bound(self) -> bool:
@@ -37,7 +37,7 @@ class ParameterState(dict):
 
     def __missing__(self, key: str) -> torch.Tensor:
         if self._read is None:
-            raise KeyError(f"{key}: there is none before the optimizer's first step, or attach()")
+            raise KeyError(f"{key} does not exist before the optimizer's first step or attach()")
         if key not in self._planes or super().__len__() == 0:  # It was cleared.
             raise KeyError(key)
         value = self._read(key)
@@ -75,7 +75,7 @@ class ParameterState(dict):
         return self[key] if key in self else default
 
     def here(self) -> dict[str, Any]:
-        """Without what lies on the service alone."""
+        """Without what only the service has."""
         return {key: super(ParameterState, self).__getitem__(key) for key in super().__iter__()}
 
     def __reduce__(self):
@@ -87,7 +87,7 @@ class ParameterState(dict):
     # ------------------------------------------------------------ what was changed
 
     def tell(self, step: int) -> list[Handed]:
-        """The service has this step; what was read is of an older one. Returns what was."""
+        """The service has this step, so planes that were read are outdated. Returns the old contents."""
         value = dict.get(self, "step")
         if not torch.is_tensor(value) or value.numel() != 1:
             value = torch.tensor(0.0)
@@ -104,27 +104,27 @@ class ParameterState(dict):
 
     @property
     def is_untouched(self) -> bool:
-        """Nothing of it was changed, as a look says that costs little."""
+        """Whether nothing has changed, by a cheap check."""
         value = dict.get(self, "step")
         return super().__len__() == 1 and self._told is not None and value is self._told[0] and \
             value._version == self._told[1]
 
     def changes(self, step: int) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Planes that were changed since they were read, or put here; and `step`, unless it is this one."""
+        """Planes that were changed since they were read or put here; and `step`, unless it is this one."""
         planes = {}
         for plane in self._planes:
             value = dict.get(self, plane)
             if value is None:
                 continue
             read, before = self._handed.get(plane, (None, None))
-            if value is not read or not torch.equal(_local(value), _local(before)):
+            if value is not read or not torch.equal(local(value), local(before)):
                 planes[plane] = value
         now = dict.get(self, "step")
         return planes, None if now is None or int(now) == step else int(now)
 
 
 class Handed:
-    """A plane that was read before a step: what is written to it later would be lost."""
+    """A plane that was read before a step: later writes to it would be lost."""
 
     def __init__(self, plane: str, value: torch.Tensor):
         self.plane, self._value, self._version = plane, weakref.ref(value), value._version
@@ -137,7 +137,3 @@ class Handed:
     @property
     def is_gone(self) -> bool:
         return self._value() is None
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value

@@ -1,10 +1,9 @@
 """Uneven inputs, in torch.distributed.algorithms.join.Join (ddp.join()).
 
-There a rank without further input has joined: it shadows the collectives of DistributedDataParallel until all have
-joined, and makes no step any more. Here each rank owns a part of the weights, so a joined rank takes part in the steps
-of the others. Where Join counts ranks that have input, by an all-reduce before each iteration, they also tell of a step.
-One of them sends its settings, and to each joined rank that rank's part of the gradients.
-"""
+There a rank without further input has joined. It shadows the collectives of DistributedDataParallel until all have
+joined, and makes no more steps. Here each rank owns a part of the weights, so a joined rank takes part in the steps
+of the others. Before each iteration Join counts the ranks with input by an all-reduce. There they also announce a
+step. One of them sends its settings, and sends each joined rank its part of the gradients."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-_joins: list[Join] = []  # That are entered and have not ended.
+_joins: list[Join] = []  # Entered and not ended.
 _optimizers: list[weakref.ref] = []
 _wrapped = _answers = False
 
 
 @dataclasses.dataclass
 class Call:
-    """What a rank with input does, and joined ranks with it. of: the first parameter of its optimizer, by its index
-    among those of the join. attempts: see Binding.attempts. begun: the step has begun, with those settings. settings:
-    those of now. clip: of a step that was sealed before; else `given` says which parameters have a gradient, by their
+    """A call of a rank with input, which joined ranks repeat. of: the first parameter of its optimizer, by its index
+    among the join's. attempts: see Steps.attempts. begun: the step has begun, with those settings. settings: the
+    current ones. clip: of an already sealed step; otherwise `given` has the parameters with a gradient, by their
     index in the job."""
 
     what: str  # "bind", "seal", "step" or "undo".
@@ -43,7 +42,7 @@ class Call:
 
 
 def register(optimizer: Any) -> None:
-    """Answers the calls of the same optimizer of other ranks. Of several over one parameter the last one does."""
+    """Answers the calls of the same optimizer on other ranks. Of several over one parameter the last one answers."""
     global _wrapped
     _optimizers[:] = [each for each in _optimizers if each() is not None] + [weakref.ref(optimizer)]
     if not _wrapped:
@@ -54,8 +53,8 @@ def register(optimizer: Any) -> None:
 
 def call(parameters: Iterable[torch.Tensor], call_of: Callable[[], Call], gradients: Mapping[int, torch.Tensor] = {},
          places: Any = None) -> None:
-    """In a join: has the ranks that have joined do the same. By all ranks that have not. gradients: by index in the job,
-    of a call that has no clip."""
+    """In a join: makes joined ranks do the same. Called by all ranks that have not joined. gradients: by index in
+    the job, for a call without a clip."""
     join, index = _join_of(parameters)
     if join is None or _answers:
         return
@@ -80,7 +79,7 @@ def is_joined(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _present(told: float, ranks: int) -> int:
-    """How many ranks are in a call of an optimizer; 0: none."""
+    """The number of ranks in a call of an optimizer; 0: none."""
     present, others = divmod(int(told), ranks + 1)
     if present and others:
         raise RuntimeError(f"{present} ranks are in the step of an optimizer, and {others} in a forward: in a join all "
@@ -96,7 +95,7 @@ def _exchanged(ours: Any, group: Any, ranks: int) -> list[Any]:
 
 
 def _parts(tensors: Mapping[int, torch.Tensor], places: Any, rank: int) -> list[list[tuple[int, int, int]]]:
-    """By dtype, what the rank owns of these: index, begin and end."""
+    """By dtype, the rank's part of these: index, begin and end."""
     of_dtypes: dict[torch.dtype, list[tuple[int, int, int]]] = {}
     for index in sorted(tensors):
         begin, end = places.own_range(index, rank)
@@ -106,7 +105,7 @@ def _parts(tensors: Mapping[int, torch.Tensor], places: Any, rank: int) -> list[
 
 
 def _receive(join: Join, source: int, parameters: Mapping[int, torch.Tensor], places: Any) -> dict[int, torch.Tensor]:
-    """Gradients of these parameters, of which only what this rank owns has been written."""
+    """Gradients of these parameters. Only this rank's part has been written."""
     received = {index: torch.empty_like(parameter, memory_format=torch.contiguous_format)
                 for index, parameter in parameters.items()}
     group = join._process_group
@@ -127,7 +126,7 @@ def _parameters_of(join: Join) -> list[torch.Tensor]:
 
 
 def _join_of(parameters: Iterable[torch.Tensor]) -> tuple[Join | None, int]:
-    """The one in which these are trained, and the index of the first of them there."""
+    """The join that trains these, and the index of their first there."""
     ours = {id(parameter) for parameter in parameters} if _joins else set()
     for join in _joins:
         for index, parameter in enumerate(_parameters_of(join)):
@@ -165,21 +164,21 @@ def _exit(original):
 
 
 def _count(original):
-    """Of a rank that has joined."""
+    """On a joined rank."""
     @functools.wraps(original)
     def _get_num_nonjoined_procs(self):
         ranks = dist.get_world_size(self._process_group)
         while _present(number := original(self), ranks):
             _answer(self, ranks)
-        bound = {_join_of(optimizer._parameters())[1]: optimizer._binding for optimizer in _optimizers_of(self)
+        bound = {_join_of(optimizer._parameters())[1]: optimizer._binding.steps for optimizer in _optimizers_of(self)
                  if optimizer._binding is not None}
-        for binding in bound.values():
-            binding.end_shadow()
+        for steps in bound.values():
+            steps.end_shadow()
         if number == 0 and bound:  # All have joined.
-            ours = {of: binding.attempts(at_end=True) for of, binding in bound.items()}
+            ours = {of: steps.attempts(at_end=True) for of, steps in bound.items()}
             of_all = _exchanged(ours, self._process_group, ranks)
-            for of, binding in bound.items():
-                binding.end_join([attempts[of] for attempts in of_all if of in attempts])
+            for of, steps in bound.items():
+                steps.end_join([attempts[of] for attempts in of_all if of in attempts])
         return number
 
     return _get_num_nonjoined_procs

@@ -1,4 +1,4 @@
-"""Finds out who else writes the weights, which the service would not know."""
+"""Detects other writes of the weights, which the service would not know."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from .places import local
 
-_SAMPLES = 16  # Elements of a parameter, or some more, that are compared.
+_SAMPLES = 16  # The number of compared elements of a parameter, about.
 
 
 class Watch:
-    """Of parameters whose weights the service has. Autograd counts writes to a parameter, and the address shows other
-    memory in its place; nothing shows a write to its `.data`, so some elements are compared; with `exact` all, of
-    which it then has a copy."""
+    """Watches parameters whose weights the service has. Autograd counts writes to a parameter, and the address shows
+    replaced memory. A write to `.data` leaves no trace, so some elements are compared; with `exact` all, with a copy
+    of them."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], exact: bool = False):
         self._parameters = parameters
@@ -26,7 +26,7 @@ class Watch:
         self.remember()
 
     def remember(self, indices: Sequence[int] | None = None) -> None:
-        """The weights of these, by default of all, are as they are to be."""
+        """The weights of these, by default of all, are correct now."""
         moved = False
         if self._copies is not None:
             return self._copy(range(len(self._parameters)) if indices is None else indices)
@@ -45,12 +45,12 @@ class Watch:
                     self._kept[index].keep_one(index)
 
     def changed(self) -> list[int]:
-        """Which of them autograd knows to have been written since, or to have other memory."""
+        """Parameters with writes that autograd counts, or with other memory, since then."""
         return [index for index, parameter in enumerate(self._parameters)
                 if parameter.requires_grad and _seen(parameter) != self._seen[index]]
 
     def views_of(self, index: int) -> list[torch.Tensor]:
-        """Of the parameter's memory."""
+        """Its tensors of the parameter's memory."""
         return [self._kept[index].view_of(index)] if index in self._kept else []
 
     def _copy(self, indices: Sequence[int]) -> None:
@@ -63,13 +63,13 @@ class Watch:
                 copy.copy_(here)
 
     def written(self) -> list[int]:
-        """Those of which any element has changed, where it is exact."""
+        """Parameters with any changed element, if it is exact."""
         return [] if self._copies is None else [
             index for index, parameter in enumerate(self._parameters)
             if parameter.requires_grad and not torch.equal(local(parameter), self._copies[index])]
 
     def first_written(self) -> int | None:
-        """One whose elements have changed, by any write. On a GPU this waits for it."""
+        """A parameter whose elements have changed, by any write. On a GPU this waits for it."""
         if self._copies is not None:
             return next(iter(self.written()), None)
         for samples in self._samples:
@@ -96,7 +96,7 @@ def sampled(tensors: Mapping[int, torch.Tensor]) -> list[Samples]:
 
 
 class Samples:
-    """Of tensors of one kind, as one. views: of their memory, by index."""
+    """Samples of tensors of one kind, as one tensor. views: of their memory, by index."""
 
     def __init__(self, views: dict[int, torch.Tensor]):
         self._views = views
@@ -125,12 +125,13 @@ class Samples:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Which, unlike values that are no numbers, are equal to themselves."""
+    """As integers: unlike NaNs they are equal to themselves."""
     return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
 def _seen(parameter: torch.Tensor) -> tuple[int, int]:
-    """Changes when the parameter is written in a way that autograd sees, or gets other memory; that last."""
+    """Changes when the parameter is written in a way that autograd counts, or gets other memory; the memory is the
+    last part."""
     if isinstance(parameter, DTensor):
         return parameter._version + parameter._local_tensor._version, parameter._local_tensor.data_ptr()
     return parameter._version, parameter.data_ptr()

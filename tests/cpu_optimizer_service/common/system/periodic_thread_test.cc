@@ -7,7 +7,6 @@
 #include <chrono>
 #include <filesystem>
 #include <latch>
-#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -27,16 +26,6 @@ TEST(PeriodicThread, CallsItsFunctionAgainAndAgain) {
     if (++calls == 3) third.count_down();
   });
   third.wait();
-}
-
-TEST(PeriodicThread, GoesOnAfterACallThatHadNoMemory) {
-  std::atomic<int> calls = 0;
-  std::latch second(1);
-  const PeriodicThread thread("test", milliseconds(1), [&] {
-    if (++calls == 1) throw std::bad_alloc();
-    if (calls == 2) second.count_down();
-  });
-  second.wait();
 }
 
 // Whether every thread of this process waits, except the one that asks.

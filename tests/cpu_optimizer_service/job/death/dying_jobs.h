@@ -35,7 +35,7 @@
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
-#include "cpu_optimizer_service/kernels/adam_redo.h"
+#include "cpu_optimizer_service/kernels/redo_lane.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -13,8 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/system/checked_word.h"
-#include "cpu_optimizer_service/gradients/sum_lane.h"
-#include "cpu_optimizer_service/kernels/adam_redo.h"
+#include "cpu_optimizer_service/kernels/redo_lane.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
@@ -42,9 +41,8 @@ std::vector<Bytes> Covered(const std::string& kind, const std::string& contents)
     return {{0, (end + 7) / 8 * 8}};
   }
   if (kind == "redo" || kind == "sums") {
-    const size_t lane_bytes = kind == "redo" ? sizeof(RedoLane) : sizeof(SumLane);
     std::vector<Bytes> in_use;
-    for (size_t at = 0; at + lane_bytes <= contents.size(); at += lane_bytes) {
+    for (size_t at = 0; at + sizeof(RedoLane) <= contents.size(); at += sizeof(RedoLane)) {
       if (WordAt(contents, at) != 0) in_use.emplace_back(at, at + 16);
     }
     return in_use;

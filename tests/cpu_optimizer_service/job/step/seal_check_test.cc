@@ -10,12 +10,12 @@
 
 #include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
 
 using testing::ElementsAre;
-using testing::HasSubstr;
 using testing::IsEmpty;
 
 // Two ranks, three parameters p0 (1,000 elements), p1 (24), p2 (3,000), in chunks of 512: no
@@ -24,22 +24,23 @@ class SealCheckTest : public testing::Test {
  protected:
   explicit SealCheckTest(UnusedPolicy policy = UnusedPolicy::kError) {
     spec_.unused_policy = policy;
-    for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(step_.Begin(rank, {}).ok());
+    lead_.SetTerms({.step = 4, .hyper_parameters = {{}}});
+    for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(lead_.Begin(rank, {}).ok());
   }
 
   void GiveAll(uint32_t micro_steps, bool final = false) {
     for (size_t chunk = 0; chunk < layout_.chunks().size(); ++chunk) {
-      ledger_.Advance(static_cast<int64_t>(chunk), micro_steps, final);
+      part_.ledger().Advance(static_cast<int64_t>(chunk), micro_steps, final);
     }
   }
   void EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used = {}) {
-    ASSERT_TRUE(step_.EndMicroStep(rank, micro_step, used).ok());
+    ASSERT_TRUE(part_.EndMicroStep(4, rank, true, micro_step, used).ok());
   }
   // A whole step of one micro-step, but for what the test changes.
   void SealAll() {
     for (int rank = 0; rank < 2; ++rank) {
-      if (step_.ranks()[rank].micro_steps_ended == 0) EndMicroStep(rank, 0);
-      ASSERT_TRUE(step_.Seal(rank, 1).ok());
+      if (part_.rank(rank).micro_steps_ended == 0) EndMicroStep(rank, 0);
+      lead_.Seal(rank, 1);
     }
   }
   std::optional<SealRefusal> Rank(int rank, uint32_t micro_steps) {
@@ -53,12 +54,12 @@ class SealCheckTest : public testing::Test {
       return with_gradient.contains(piece.chunk);
     });
   }
-  StepGiven Given() const { return {spec_, layout_, ledger_, step_}; }
+  StepGiven Given() const { return {spec_, layout_, lead_, part_}; }
 
   JobSpec spec_ = MakeJobSpec({.world_size = 2, .chunk_elements = 512});
   Layout layout_ = Layout::Create(spec_.layout).value();
-  Ledger ledger_{static_cast<int64_t>(layout_.chunks().size())};
-  OpenStep step_{{.step = 4, .hyper_parameters = {{}}}, 2, 3};
+  StepLead lead_{4, 2};
+  StepPart part_{2, 3, static_cast<int64_t>(layout_.chunks().size())};
 };
 
 class SealCheckSkipTest : public SealCheckTest {
@@ -81,7 +82,7 @@ TEST_F(SealCheckTest, NamesTheFirstMicroStepAndAllParametersThatAreMissing) {
   const absl::Span<const int> chunks = layout_.chunks_of_rank(1);
   std::set<std::string> names;
   for (const int chunk : {chunks.front(), chunks.back()}) {
-    ledger_.Advance(chunk, 1);
+    part_.ledger().Advance(chunk, 1);
     for (const ChunkPiece& piece : layout_.Pieces(chunk)) {
       names.insert(spec_.layout.parameters[piece.parameter].name);
     }
@@ -89,10 +90,8 @@ TEST_F(SealCheckTest, NamesTheFirstMicroStepAndAllParametersThatAreMissing) {
   EXPECT_EQ(Rank(0, 2), std::nullopt) << "the other rank is whole";
   const auto refusal = Rank(1, 2);
   ASSERT_TRUE(refusal.has_value());
-  EXPECT_THAT(refusal->status.message(),
-              HasSubstr("step 4 is not whole: rank 1 has not sent micro-step 1 of "));
-  EXPECT_THAT(refusal->status.message(), HasSubstr("send it and seal again"));
-  EXPECT_EQ(ReasonOf(refusal->status), reason::kSendAndSealAgain);
+  EXPECT_TRUE(
+      Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
   ASSERT_EQ(refusal->missing.size(), 1u);
   EXPECT_EQ(refusal->missing[0].rank, 1);
   EXPECT_EQ(refusal->missing[0].micro_step, 1u);
@@ -108,32 +107,36 @@ TEST(SealCheck, NamesTheFirstOfManyAndCountsTheOthers) {
                                     .world_size = 1,
                                     .chunk_elements = 256});
   const Layout layout = Layout::Create(spec.layout).value();
-  Ledger ledger(kParameters);
-  OpenStep step({.step = 4, .hyper_parameters = {{}}}, 1, kParameters);
-  ASSERT_TRUE(step.Begin(0, {}).ok());
-  for (int chunk = 0; chunk < 40; ++chunk) ledger.Advance(chunk, 1 + chunk);
-  const auto refusal = CheckRank({spec, layout, ledger, step}, 0, 90);
+  StepLead lead(4, 1);
+  lead.SetTerms({.step = 4, .hyper_parameters = {{}}});
+  StepPart part(1, kParameters, kParameters);
+  ASSERT_TRUE(lead.Begin(0, {}).ok());
+  for (int chunk = 0; chunk < 40; ++chunk) part.ledger().Advance(chunk, 1 + chunk);
+  const auto refusal = CheckRank({spec, layout, lead, part}, 0, 90);
   ASSERT_TRUE(refusal.has_value());
   EXPECT_EQ(refusal->missing.size(), kMissingEntries);
   EXPECT_EQ(refusal->missing[0].micro_step, 0u);
   EXPECT_EQ(refusal->missing[0].parameters.size(), kMissingNames);
   EXPECT_EQ(refusal->missing[0].more_parameters, 60 - static_cast<int64_t>(kMissingNames));
   EXPECT_EQ(refusal->missing[1].more_parameters, 0);
-  EXPECT_THAT(std::string(refusal->status.message()), HasSubstr(" and 44 more"));
+  EXPECT_TRUE(
+      Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
 }
 
 TEST_F(SealCheckTest, SaysWhenAClosedChunkCanBeSentNoMore) {
   GiveAll(2);
   EndMicroStep(0, 0);
   EndMicroStep(0, 1);
-  ledger_.Advance(layout_.chunks_of_rank(0).front(), 1, /*final=*/true);
-  EXPECT_THAT(Rank(0, 2)->status.message(), HasSubstr("abort the step and redo it"));
+  part_.ledger().Advance(layout_.chunks_of_rank(0).front(), 1, /*final=*/true);
+  EXPECT_TRUE(
+      Refused(Rank(0, 2)->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
 }
 
 TEST_F(SealCheckTest, RefusesFewerMicroStepsThanHaveCome) {
   GiveAll(2);
   EndMicroStep(0, 0);
-  EXPECT_THAT(Rank(0, 1)->status.message(), HasSubstr("up to micro-step 2"));
+  EXPECT_TRUE(Refused(Rank(0, 1)->status, absl::StatusCode::kFailedPrecondition,
+                      reason::kSendAndSealAgain));
 }
 
 TEST_F(SealCheckTest, RefusesABackwardThatReachedNothing) {
@@ -141,8 +144,8 @@ TEST_F(SealCheckTest, RefusesABackwardThatReachedNothing) {
   EndMicroStep(0, 0, {.all = false});
   const auto refusal = Rank(0, 1);
   ASSERT_TRUE(refusal.has_value());
-  EXPECT_THAT(refusal->status.message(),
-              HasSubstr("reached none of its 3 parameters (p0, p1, p2)"));
+  EXPECT_TRUE(
+      Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   EXPECT_THAT(refusal->missing[0].parameters, ElementsAre("p0", "p1", "p2"));
 }
 
@@ -157,9 +160,10 @@ TEST_F(SealCheckTest, RefusesRanksThatSealDifferentNumbers) {
   EndMicroStep(0, 0);
   EndMicroStep(1, 0);
   EndMicroStep(1, 1);
-  ASSERT_TRUE(step_.Seal(0, 1).ok());
-  ASSERT_TRUE(step_.Seal(1, 2).ok());
-  EXPECT_THAT(Step()->status.message(), HasSubstr("rank 1 sealed 2 micro-steps and rank 0 1"));
+  lead_.Seal(0, 1);
+  lead_.Seal(1, 2);
+  EXPECT_TRUE(
+      Refused(Step()->status, absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
 }
 
 TEST_F(SealCheckTest, RefusesAGradientInThePadding) {
@@ -167,17 +171,18 @@ TEST_F(SealCheckTest, RefusesAGradientInThePadding) {
   SealAll();
   const int last = layout_.ChunkAt(0, layout_.flat_elements(0) - 1);
   ASSERT_EQ(layout_.ParameterAt(0, layout_.flat_elements(0) - 1), -1) << "there is padding";
-  EXPECT_THAT(Step({last})->status.message(), HasSubstr("padding must be zero"));
+  EXPECT_TRUE(
+      Refused(Step({last})->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
 }
 
 TEST_F(SealCheckTest, RefusesAnEmptyContributionOfAUsedParameter) {
   GiveAll(1);
-  step_.RecordEmpty(layout_.chunks_of_rank(0).front(), 0, 1);
+  part_.RecordEmpty(layout_.chunks_of_rank(0).front(), 0, 1);
   SealAll();
   const auto refusal = Step();
   ASSERT_TRUE(refusal.has_value());
-  EXPECT_THAT(refusal->status.message(), HasSubstr("but was sent as empty"));
-  EXPECT_EQ(ReasonOf(refusal->status), reason::kAbortAndRedo);
+  EXPECT_TRUE(
+      Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   EXPECT_EQ(refusal->missing[0].rank, 0);
 }
 
@@ -187,8 +192,8 @@ TEST_F(SealCheckTest, RefusesAParameterThatNoRankUsed) {
   SealAll();
   const auto refusal = Step();
   ASSERT_TRUE(refusal.has_value());
-  EXPECT_THAT(refusal->status.message(), HasSubstr("no rank gave a gradient to p1"));
-  EXPECT_EQ(ReasonOf(refusal->status), reason::kAbortAndRedo);
+  EXPECT_TRUE(
+      Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
   EXPECT_THAT(refusal->missing[0].parameters, ElementsAre("p1"));
 }
 
@@ -198,18 +203,18 @@ TEST_F(SealCheckSkipTest, TakesAnUnusedParameterUnlessItHasAGradient) {
   SealAll();
   EXPECT_EQ(Step(), std::nullopt);
   const int chunk = layout_.ChunkAt(0, layout_.place(1).offset);
-  EXPECT_THAT(Step({chunk})->status.message(),
-              HasSubstr("parameter p1 was declared unused by all ranks, but has a gradient"));
+  EXPECT_TRUE(
+      Refused(Step({chunk})->status, absl::StatusCode::kFailedPrecondition, reason::kAbortAndRedo));
 }
 
 TEST_F(SealCheckTest, NamesWhatIsBehindUpToALimit) {
-  EXPECT_THAT(NamesBehind(spec_, layout_, ledger_, 0, 0), IsEmpty());
+  EXPECT_THAT(NamesBehind(spec_, layout_, part_.ledger(), 0, 0), IsEmpty());
   GiveAll(1);
-  EXPECT_THAT(NamesBehind(spec_, layout_, ledger_, 0, 1), IsEmpty());
-  ledger_.Clear();
+  EXPECT_THAT(NamesBehind(spec_, layout_, part_.ledger(), 0, 1), IsEmpty());
+  part_.ledger().Clear();
   std::set<std::string> names;
   for (const int rank : {0, 1}) {
-    for (const std::string& name : NamesBehind(spec_, layout_, ledger_, rank, 1)) {
+    for (const std::string& name : NamesBehind(spec_, layout_, part_.ledger(), rank, 1)) {
       names.insert(name);
     }
   }

@@ -11,13 +11,12 @@
 #include <vector>
 
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
 
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::Not;
 
 class SpeculationTest : public JobDriverTest {
  protected:
@@ -138,116 +137,6 @@ TEST_F(SpeculationTest, ComputesAgainWhenAStepIsClipped) {
   // The gradient is kept until then, and gone after: another step equals again.
   EXPECT_EQ(speculating.Step(9).decision, waiting.Step(9).decision);
   EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-}
-
-TEST_F(SpeculationTest, DropsAllWhenAStepIsSkipped) {
-  auto [speculating, waiting] = MakePair();
-  for (JobDriver* driver : {&speculating, &waiting}) {
-    driver->Step(1);
-    const std::string before = driver->job().StateHash();
-    driver->BeginAll();
-    for (int chunk = 0; chunk < 3; ++chunk) {
-      ASSERT_TRUE(driver->Send(chunk, driver->Values(chunk, 7), 0, true).ok());
-    }
-    if (driver == &speculating) driver->listener(0).WaitForProvisional(3);
-    ASSERT_TRUE(driver->Send(3, Large(*driver, 3, INFINITY), 0, true).ok());
-    driver->EndMicroStepAll(0);
-    driver->SealAll(1);
-    EXPECT_FALSE(driver->listener(0).outcomes().back().decision.apply);
-    EXPECT_EQ(driver->job().StateHash(), before);
-    EXPECT_THAT(driver->job().Status().update_counts, testing::Each(1));
-  }
-  const SpeculationCounts step = speculating.job().Status().recent_steps.back().speculation;
-  EXPECT_EQ(step.speculated, 3);
-  EXPECT_EQ(step.published + step.redone, 0);
-  speculating.Step(9);
-  waiting.Step(9);
-  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(speculating);
-}
-
-TEST_F(SpeculationTest, ComputesAgainOnlyTheChunksOfAnUnusedParameter) {
-  auto [speculating, waiting] =
-      MakePair([](JobSpec& spec) { spec.unused_policy = UnusedPolicy::kSkip; });
-  for (JobDriver* driver : {&speculating, &waiting}) {
-    driver->Step(1);
-    driver->BeginAll();
-    // p1 is chunk 1. Zeros with a payload: nothing shows yet that it is unused.
-    for (const int chunk : {0, 1, 2, 3}) {
-      const auto values = chunk == 1 ? Large(*driver, 1, 0) : driver->Values(chunk, 3);
-      ASSERT_TRUE(driver->Send(chunk, values, 0, true).ok());
-    }
-    if (driver == &speculating) driver->listener(0).WaitForProvisional(4);
-    driver->EndMicroStepAll(0, {.all = false, .parameters = {0, 2}});
-    driver->SealAll(1);
-    EXPECT_THAT(driver->job().Status().update_counts, testing::ElementsAre(2, 1, 2));
-  }
-  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(speculating);
-  const SpeculationCounts step = speculating.job().Status().recent_steps.back().speculation;
-  EXPECT_EQ(step.published, 3);
-  EXPECT_EQ(step.redone, 1);
-}
-
-TEST_F(SpeculationTest, AnEmptyChunkHasNoProvisionalUpdateUnderSkip) {
-  JobSpec spec = Spec(UpdateMode::kSpeculate, "job");
-  spec.unused_policy = UnusedPolicy::kSkip;
-  JobDriver driver = Make(spec);
-  driver.BeginAll();
-  for (const int chunk : {0, 2, 3}) {
-    ASSERT_TRUE(driver.Send(chunk, driver.Values(chunk, 3), 0, true).ok());
-  }
-  ASSERT_TRUE(
-      driver.stream(0).Contribute({.step = 1, .chunk = 1, .final = true, .empty = true}).ok());
-  driver.listener(0).WaitForProvisional(3);
-  driver.EndMicroStepAll(0, {.all = false, .parameters = {0, 2}});
-  driver.SealAll(1);
-  EXPECT_EQ(Counts(driver).speculated, 3);
-  EXPECT_EQ(Counts(driver).redone, 0);
-}
-
-TEST_F(SpeculationTest, SumsOfSeveralMicroStepsAreUpdatedWhenTheLastIsIn) {
-  auto [speculating, waiting] = MakePair();
-  speculating.BeginAll();
-  speculating.SendAll(1, 0, /*final=*/false);
-  speculating.EndMicroStepAll(0);
-  EXPECT_EQ(Counts(speculating).speculated, 0);
-  speculating.SendAll(2, 1, /*final=*/true);
-  speculating.listener(0).WaitForProvisional(4);
-  speculating.EndMicroStepAll(1);
-  speculating.SealAll(2);
-  waiting.Step(1, 2);
-  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-}
-
-TEST_F(SpeculationTest, AnAbortedStepLeavesNothing) {
-  auto [speculating, waiting] = MakePair();
-  const std::string before = speculating.job().StateHash();
-  speculating.BeginAll();
-  speculating.SendAll(5, 0, /*final=*/true);
-  speculating.listener(0).WaitForProvisional(4);
-  ASSERT_TRUE(speculating.job().AbortStep().ok());
-  EXPECT_EQ(speculating.job().StateHash(), before);
-  speculating.AttachAll();
-  speculating.Step(6);
-  waiting.Step(6);
-  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(speculating);
-}
-
-TEST_F(SpeculationTest, AStreamOpenedInMidStepIsToldAllAfterTheDecision) {
-  auto [speculating, waiting] = MakePair();
-  speculating.BeginAll();
-  speculating.SendAll(5, 0, /*final=*/true);
-  speculating.listener(0).WaitForProvisional(4);
-  speculating.Reopen(0);  // The same process: what the old stream was told may be lost.
-  speculating.EndMicroStepAll(0);
-  speculating.SealAll(1);
-  waiting.Step(5);
-  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-  EXPECT_EQ(Counts(speculating).published, 4);
-  EXPECT_EQ(speculating.listener(0).shards().size(), 4u);
-  ExpectToldAll(speculating);
 }
 
 TEST_F(SpeculationTest, AStreamThatWaitsIsToldNothingEarly) {
@@ -417,38 +306,6 @@ class Blocking : public RecordingListener {
   bool let_go_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-TEST_F(SpeculationTest, UpdatesStillQueuedWhenTheirStepIsAbortedDoNothing) {
-  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
-  // Another job's update holds the engine's only thread.
-  JobDriver other(engine, Spec(UpdateMode::kSpeculate, "other"));
-  other.UploadWeights();
-  const auto blocking = std::make_shared<Blocking>();
-  other.Attach(0, "process", UpdateMode::kSpeculate, blocking);
-  other.BeginAll();
-  ASSERT_TRUE(other.Send(0, other.Values(0, 1), 0, true).ok());
-  blocking->WaitUntilTold();
-
-  JobDriver speculating(engine, Spec(UpdateMode::kSpeculate, "speculating"));
-  speculating.UploadWeights();
-  speculating.AttachAll();
-  speculating.BeginAll();
-  speculating.SendAll(5, 0, /*final=*/true);
-  ASSERT_TRUE(speculating.job().AbortStep().ok());
-  speculating.AttachAll();
-  const StepSettings settings = {.scale = {}, .overrides = {{0, {.lr = 0.5}}}, .trainer_state = ""};
-  speculating.BeginAll(settings);
-  speculating.SendAll(6, 0, /*final=*/true);
-  blocking->LetGo();
-  speculating.listener(0).WaitForProvisional(4);
-  speculating.EndMicroStepAll(0);
-  speculating.SealAll(1);
-  EXPECT_EQ(Counts(speculating).speculated, 4);
-
-  JobDriver waiting = Make(Spec(UpdateMode::kWait, "waiting"));
-  waiting.Step(6, 1, settings);
-  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
-}
-
 TEST_F(SpeculationTest, ARunningUpdateHoldsBackTheEndOfItsStep) {
   JobDriver speculating(engine_, Spec(UpdateMode::kSpeculate, "speculating"));
   speculating.UploadWeights();
@@ -486,7 +343,7 @@ TEST_F(SpeculationTest, AJobThatDoesNotFitTwiceWaits) {
   const JobStatus status = driver.job().Status();
   EXPECT_EQ(status.speculation.speculated, 0);
   EXPECT_EQ(status.memory.speculation_bytes, 0);
-  EXPECT_THAT(status.speculation_refused, HasSubstr("job job"));
+  EXPECT_TRUE(Says(status.speculation_refused));
 
   Engine enough({.memory_limit_bytes = twice, .threads = 2});
   EXPECT_THAT(JobDriver(enough, spec).job().Status().speculation_refused, IsEmpty());

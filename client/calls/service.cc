@@ -1,0 +1,304 @@
+#include "client/calls/service.h"
+
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/descriptor.pb.h>
+#include <google/protobuf/message.h>
+#include <grpcpp/impl/client_unary_call.h>
+#include <grpcpp/impl/rpc_method.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "ballast/v1/jobs.grpc.pb.h"
+#include "ballast/v1/state.grpc.pb.h"
+#include "client/session/retry.h"
+#include "client/transport/handshake.h"
+#include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/text/suggestions.h"
+#include "proto/convert.h"
+#include "proto/deadline.h"
+#include "proto/message_json.h"
+#include "proto/status.h"
+
+namespace ballast::client {
+namespace {
+
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+using google::protobuf::MethodDescriptor;
+using google::protobuf::MethodOptions;
+
+// The field of this name; null: the message has none.
+const FieldDescriptor* FieldOf(const Message& message, const std::string& name) {
+  return message.GetDescriptor()->FindFieldByName(name);
+}
+
+std::string TextOf(const Message& message, const std::string& name) {
+  const FieldDescriptor* field = FieldOf(message, name);
+  return field == nullptr ? "" : message.GetReflection()->GetString(message, field);
+}
+
+absl::StatusOr<const MethodDescriptor*> FindMethod(const std::string& method) {
+  const MethodDescriptor* found =
+      google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(
+          absl::StrCat("ballast.v1.", absl::StrReplaceAll(method, {{"/", "."}})));
+  if (found != nullptr && !found->client_streaming() && !found->server_streaming()) return found;
+  return absl::UnimplementedError(
+      absl::StrCat("there is no unary call ", method, "; see proto/ballast/v1"));
+}
+
+std::unique_ptr<Message> New(const google::protobuf::Descriptor* type) {
+  return std::unique_ptr<Message>(
+      google::protobuf::MessageFactory::generated_factory()->GetPrototype(type)->New());
+}
+
+// Calls `call` for each page, and joins the pages into one list.
+absl::Status CallAllPages(const std::function<absl::Status(const Message&, Message&)>& call,
+                          const Message& request, Message& response) {
+  const FieldDescriptor* next = FieldOf(response, "next_page_token");
+  const FieldDescriptor* asks = FieldOf(request, "page_token");
+  if (next == nullptr || asks == nullptr) return call(request, response);
+  const std::unique_ptr<Message> asked(request.New());
+  const std::unique_ptr<Message> page(response.New());
+  asked->CopyFrom(request);
+  std::set<std::string> tokens;
+  std::string token;
+  do {
+    BALLAST_RETURN_IF_ERROR(call(*asked, *page));
+    // MergeFrom appends lists; of single numbers the last page's stay.
+    response.MergeFrom(*page);
+    response.GetReflection()->ClearField(&response, next);
+    token = TextOf(*page, "next_page_token");
+    // A token that comes a second time would make this loop endless.
+    if (!token.empty() && !tokens.insert(token).second) {
+      return absl::InternalError("the service lists without an end; use the same versions");
+    }
+    asked->GetReflection()->SetString(asked.get(), asks, token);
+  } while (!token.empty());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
+                 Credentials credentials, absl::Duration timeout, absl::Duration wait, Clock& clock)
+    : address_(std::move(address)),
+      connection_(channel),
+      channel_(std::move(channel)),
+      credentials_(std::move(credentials)),
+      timeout_(timeout),
+      wait_(wait),
+      clock_(clock) {}
+
+absl::Status Service::Connect() {
+  constexpr absl::Duration kConnectLimit = absl::Seconds(20);
+  untrusted_may_pass_ = false;
+  const auto connected = connection_.Connected(std::min(timeout_, kConnectLimit));
+  if (!connected.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("no service answers at ", address_, ": ", connected.status().message(),
+                     "; see its log, or give the address with --service"));
+  }
+  channel_ = *connected;
+  return absl::OkStatus();
+}
+
+void Service::SetDeadline(grpc::ClientContext& context) const {
+  context.set_deadline(proto::Deadline(timeout_));
+}
+
+absl::Status Service::Explain(const grpc::Status& status) {
+  const absl::Status error = proto::FromGrpc(status);
+  untrusted_may_pass_ = false;
+  if (absl::IsDeadlineExceeded(error)) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("the service at ", address_, " did not answer within ",
+                     absl::FormatDuration(timeout_), "; give it longer with --timeout"));
+  }
+  // A handshake that fails for a certificate looks like a service that is not there. It gets a
+  // message of its own, which names the file to mend.
+  const std::string why = WhyHandshakeFailed(status, address_, credentials_);
+  const absl::Time now = clock_.Now();
+  // While certificates are exchanged, the two sides have different ones for a moment, and it is
+  // worth while to try again. A reason that stays for longer does not pass.
+  if (why != untrusted_) untrusted_since_ = now;
+  untrusted_ = why;
+  untrusted_may_pass_ = !why.empty() && now - untrusted_since_ < kRotation;
+  if (!why.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("no connection to the service at ", address_, ": ", why));
+  }
+  // Where a service has answered before, advice to start one would mislead.
+  if (const std::string cause = proto::CauseOfUnreachable(status); !cause.empty()) {
+    return absl::UnavailableError(
+        answered_ ? absl::StrCat("the connection to the service at ", address_,
+                                 " broke before it had answered")
+                  : absl::StrCat(
+                        "no service answers at ", address_, ": ", cause,
+                        "; start ballastd, or give its address with --service or BALLAST_SERVICE"));
+  }
+  // Errors of our services have details. This one is gRPC's: no such method is there.
+  if (absl::IsUnimplemented(error) && status.error_details().empty()) {
+    return absl::UnimplementedError(absl::StrCat("the service at ", address_,
+                                                 " does not know this call; use a ballast of the "
+                                                 "service's version"));
+  }
+  return error;
+}
+
+absl::Status Service::WhileItMayHeal(const std::function<absl::Status()>& call) {
+  return Retry(clock_, wait_, call, [this](const absl::Status& status) {
+    return absl::IsUnavailable(status) || untrusted_may_pass_;
+  });
+}
+
+absl::Status Service::CallOnce(const std::string& path, const Message& request, Message& response) {
+  BALLAST_RETURN_IF_ERROR(Connect());
+  grpc::ClientContext context;
+  SetDeadline(context);
+  const grpc::internal::RpcMethod method(path.c_str(), grpc::internal::RpcMethod::NORMAL_RPC);
+  // What generated stubs call, for messages whose types are known only here.
+  const grpc::Status status =
+      grpc::internal::BlockingUnaryCall<Message, Message, google::protobuf::MessageLite,
+                                        google::protobuf::MessageLite>(
+          channel_.get(), method, &context, request, &response);
+  if (status.ok() || !status.error_details().empty()) answered_ = true;
+  return status.ok() ? absl::OkStatus() : Explain(status);
+}
+
+absl::Status Service::Call(const std::string& method, const Message& request, Message& response,
+                           Repeat repeat) {
+  BALLAST_ASSIGN_OR_RETURN(const MethodDescriptor* found, FindMethod(method));
+  const bool repeats = repeat == Repeat::kYes ||
+                       found->options().idempotency_level() == MethodOptions::NO_SIDE_EFFECTS;
+  const auto call = [&](const Message& asked, Message& answer) {
+    const auto once = [&] { return CallOnce(absl::StrCat("/ballast.v1.", method), asked, answer); };
+    return repeats ? WhileItMayHeal(once) : once();
+  };
+  return Suggest(CallAllPages(call, request, response), TextOf(request, "name"));
+}
+
+absl::StatusOr<std::string> Service::CallJson(const std::string& method,
+                                              absl::string_view request) {
+  BALLAST_ASSIGN_OR_RETURN(const MethodDescriptor* found, FindMethod(method));
+  const std::unique_ptr<Message> asked = New(found->input_type());
+  const std::unique_ptr<Message> answer = New(found->output_type());
+  BALLAST_RETURN_IF_ERROR(proto::FromJson(request, *asked));
+  BALLAST_RETURN_IF_ERROR(Call(method, *asked, *answer));
+  return proto::ToJson(*answer);
+}
+
+absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parameters) {
+  v1::GetJobRequest request;
+  request.set_name(proto::JobName(job));
+  request.set_with_parameters(with_parameters);
+  return Call<v1::Job>("JobService/GetJob", request);
+}
+
+absl::Status Service::Suggest(const absl::Status& status, const std::string& name) {
+  if (!absl::IsNotFound(status)) return status;
+  std::vector<std::string> names;
+  if (ReasonOf(status) == reason::kNoSuchJob) {
+    const auto there = Call<v1::ListJobsResponse>("JobService/ListJobs", v1::ListJobsRequest());
+    // The list would only have made the message better, so the first error stands.
+    if (!there.ok()) return status;
+    for (const v1::Job& job : there->jobs()) names.push_back(proto::BareName(job.name()));
+    return WithReason(absl::NotFoundError(absl::StrCat(status.message(), "; asked at ", address_,
+                                                       Suggestion(proto::JobOf(name), names))),
+                      reason::kNoSuchJob);
+  }
+  const bool is_parameter = proto::ParseParameterName(name).ok();
+  if (!is_parameter && !proto::ParseGroupName(name).ok()) return status;
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob(proto::JobOf(name), is_parameter));
+  for (const v1::Parameter& known : job.parameters())
+    names.push_back(proto::BareName(known.name()));
+  if (!is_parameter) {
+    for (const v1::ParamGroup& known : job.groups()) names.push_back(proto::BareName(known.name()));
+  }
+  const std::string wanted = proto::BareName(name);
+  // It is there, so something else was not found: the first error says what.
+  if (std::find(names.begin(), names.end(), wanted) != names.end()) return status;
+  return absl::NotFoundError(absl::StrCat("job ", proto::JobOf(name), " has no ",
+                                          is_parameter ? "parameter " : "group ", wanted,
+                                          Suggestion(wanted, names)));
+}
+
+absl::Status Service::ReadState(
+    const v1::ReadStateRequest& request, const std::function<void()>& begin,
+    const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
+  return Suggest(WhileItMayHeal([&]() -> absl::Status {
+                   begin();
+                   BALLAST_RETURN_IF_ERROR(Connect());
+                   // gRPC allows a context for one call only.
+                   grpc::ClientContext context;
+                   SetDeadline(context);
+                   v1::StateService::Stub stub(channel_);
+                   return ReadAll<v1::ReadStateResponse>(
+                       context, *stub.ReadState(&context, request), receive);
+                 }),
+                 request.name());
+}
+
+absl::StatusOr<v1::WriteStateResponse> Service::WriteState(
+    const v1::OpenWriteState& open, const std::function<absl::StatusOr<std::string>()>& next) {
+  BALLAST_RETURN_IF_ERROR(Connect());
+  grpc::ClientContext context;
+  SetDeadline(context);
+  v1::WriteStateResponse response;
+  v1::StateService::Stub stub(channel_);
+  const auto writer = stub.WriteState(&context, &response);
+  v1::WriteStateRequest first;
+  *first.mutable_open() = open;
+  // If a write fails, the service has ended the call, and Finish returns its reason.
+  for (bool goes_on = writer->Write(first); goes_on;) {
+    absl::StatusOr<std::string> data = next();
+    if (!data.ok()) {
+      context.TryCancel();
+      writer->Finish();
+      return data.status();
+    }
+    if (data->empty()) break;
+    v1::WriteStateRequest part;
+    part.mutable_data()->set_values(*std::move(data));
+    goes_on = writer->Write(part);
+  }
+  writer->WritesDone();
+  const grpc::Status status = writer->Finish();
+  if (!status.ok()) return Suggest(Explain(status), open.name());
+  return response;
+}
+
+absl::Status Service::ReadTrace(
+    const v1::TraceJobRequest& request,
+    const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {
+  // This is not tried again: a second call would trace other steps than those that were waited for.
+  BALLAST_RETURN_IF_ERROR(Connect());
+  grpc::ClientContext context;
+  SetDeadline(context);
+  v1::JobService::Stub stub(channel_);
+  return Suggest(ReadAll(context, *stub.TraceJob(&context, request), receive), request.name());
+}
+
+template <typename Response>
+absl::Status Service::ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
+                              const std::function<absl::Status(const Response&)>& receive) {
+  Response part;
+  while (reader.Read(&part)) {
+    if (absl::Status status = receive(part); !status.ok()) {
+      untrusted_may_pass_ = false;  // The error is the receiver's, and no more of the connection.
+      // A stream has to be finished before it is destroyed. Its status is that of our own
+      // cancelling, which says nothing.
+      context.TryCancel();
+      reader.Finish();
+      return status;
+    }
+  }
+  const grpc::Status status = reader.Finish();
+  return status.ok() ? absl::OkStatus() : Explain(status);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,175 @@
+// A job's identity, and its small state: plain values, with everything that a restart needs besides
+// chunks and gradients. Thread-compatible: the job's lock guards what changes.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CORE_JOB_RECORD_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CORE_JOB_RECORD_H_
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/job/step/step_lead.h"
+
+namespace ballast {
+
+// Given to a job when it is made.
+struct JobIdentity {
+  std::string uid;
+  Generation generation = 1;
+  JobSpec spec;
+  Derivation derivation;
+};
+
+// A unique uid: 128 random bits in hex.
+std::string MakeJobUid();
+
+// Which chunks of a new job have their first weights, and which state these belong to.
+class FirstWeights {
+ public:
+  FirstWeights(int64_t chunks, int ranks)
+      : arrived_(chunks, false), missing_(chunks), forgotten_(ranks, 0) {}
+
+  int64_t missing() const { return missing_; }
+  bool complete() const { return missing_ == 0 && !held_; }
+  bool none() const { return missing_ == static_cast<int64_t>(arrived_.size()); }
+  void Arrive(int64_t chunk) {
+    if (!arrived_[chunk]) --missing_;
+    arrived_[chunk] = true;
+  }
+  void CompleteAll() {
+    arrived_.assign(arrived_.size(), true);
+    missing_ = 0;
+    held_ = false;
+  }
+  // In a derived job: the chunk has all its weights from the origin, and never misses them.
+  void Inherit(int64_t chunk) {
+    if (inherited_.empty()) inherited_.assign(arrived_.size(), false);
+    inherited_[chunk] = true;
+    Arrive(chunk);
+  }
+  // They are not complete before CompleteAll, even if none is missing.
+  void Hold() { held_ = true; }
+  // The weights of two attempts do not mix. So until all have arrived, a rank that is taken again
+  // misses its own.
+  void Forget(int rank, absl::Span<const int> chunks) {
+    if (complete()) return;
+    ++forgotten_[rank];
+    for (const int chunk : chunks) {
+      if (!inherited_.empty() && inherited_[chunk]) continue;
+      if (arrived_[chunk]) ++missing_;
+      arrived_[chunk] = false;
+    }
+  }
+  // How often that happened to the rank.
+  uint64_t forgotten(int rank) const { return forgotten_[rank]; }
+
+  // Ranks begin with another state than before, or may have.
+  void BeginOtherState() { ++state_; }
+  // A number for that state; 0: there were no moments.
+  uint64_t state() const { return state_; }
+
+ private:
+  std::vector<bool> arrived_;    // By chunk.
+  std::vector<bool> inherited_;  // By chunk; empty: none is.
+  bool held_ = false;
+  int64_t missing_ = 0;
+  std::vector<uint64_t> forgotten_;  // By rank.
+  uint64_t state_ = 0;
+};
+
+// The decisions so far.
+struct StepHistory {
+  std::deque<StepRecord> recent_steps;  // Oldest first, at most kRecentSteps.
+  uint64_t applied_steps = 0;
+  uint64_t skipped_steps = 0;
+  // Decided steps whose ledger held every micro-step of every chunk: all except lost steps, which
+  // are given up incomplete. Otherwise there is a bug.
+  uint64_t coverage_complete_steps = 0;
+  SpeculationCounts speculation;
+  StepStatistics statistics;
+
+  // Counts the step and keeps its record, with at most kRecordedNames names.
+  void Add(StepRecord record, bool coverage_complete);
+  // The records are of steps outside the new state: drops them, keeps the counts. `last` may be
+  // null.
+  void Replace(const StepRecord* last);
+  // The last step was undone: drops its record, keeps the counts.
+  void Undo() {
+    if (!recent_steps.empty()) recent_steps.pop_back();
+  }
+};
+
+// The small state before the last committed step, in a job that keeps it.
+struct PreviousState {
+  uint64_t committed_step = 0;
+  bool applied = false;  // The step after it was applied, so chunks differ, too.
+  std::vector<HyperParameters> hyper_parameters;
+  std::vector<int64_t> update_counts;
+  std::string trainer_state;
+};
+
+// Everything that follows from a decision, for any process that carries it out.
+struct KeptDecision {
+  StepOutcome outcome;
+  StepTerms terms;
+  StepVote vote;
+  uint32_t attempt = 0;  // Of all ranks.
+  uint32_t micro_steps = 0;
+  bool coverage_complete = false;
+  std::vector<HyperParameters> hyper_parameters;  // As StepUpdate's, as the next.
+  std::vector<int64_t> update_counts;
+  SpeculationCounts speculation;
+};
+
+// A load in progress.
+struct KeptLoad {
+  std::string path;
+  bool weights_only = false;
+};
+
+// A write of state in progress.
+struct KeptWrite {
+  StateWrite write;
+  std::string memory;  // The memory of its values; empty: none.
+};
+
+// A step that was undone.
+struct UndoneStep {
+  uint64_t step = 0;      // 0: none was.
+  Generation generation;  // In which it was undone.
+};
+
+struct JobRecord {
+  Generation generation = 1;
+  uint64_t committed_step = 0;
+  std::vector<HyperParameters> hyper_parameters;  // One per group, in force.
+  std::vector<int64_t> update_counts;             // By parameter; 0 for a frozen one.
+  std::string trainer_state;                      // Of the last committed step.
+  StepHistory history;
+  std::string resumed_uid;  // Of the job whose checkpoint was loaded last; empty: none.
+  // In a derived job: the uids of its ancestors, the latest first, at most kMostAncestors.
+  std::vector<std::string> ancestors;
+  std::optional<PreviousState> previous;  // Absent: no step can be undone.
+  uint64_t epoch = 1;                     // Of the current or next step.
+  bool closed = false;
+  std::optional<KeptLoad> loading;
+  std::string torn_by;  // The load that did not end; empty: the state is complete.
+  // By group: changes of UpdateGroup during a step; they follow its overrides.
+  std::vector<HyperParameterOverrides> later_changes;
+  std::optional<KeptDecision> decision;  // Of the step that is being carried out.
+  bool undid_update = false;  // The last undo was of an applied step: chunks go back, too.
+  UndoneStep undone;          // The last one.
+  std::optional<KeptWrite> writing;
+  uint64_t state_writes = 0;  // By the ranks, since the job was created.
+  StepVote last_vote;         // Of the last committed step. Not kept for a later process.
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CORE_JOB_RECORD_H_

@@ -1,0 +1,199 @@
+// From the last seal to the commit, on the engine's threads.
+//
+// A decision takes the job's lock twice: to claim the sums that no task has begun, and, once all are
+// there, to decide. The commit takes it once more.
+//
+// The gate keeps everything else away from gradients and state meanwhile, except for the time in
+// which votes are awaited. The decision is the commit point: before it nothing of the step shows,
+// after it the step only rolls forward.
+#include <optional>
+#include <utility>
+
+#include "cpu_optimizer_service/host/kept_record.h"
+#include "cpu_optimizer_service/job/impl/job_impl.h"
+
+namespace ballast {
+
+// ---------------------------------------------------------------- the decision
+
+void JobImpl::AwaitDecision() {
+  core_.EnterHere(Admission::kDecide, -1,
+                  [this, self = Self()](absl::Status admitted)
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                        if (!admitted.ok()) return;  // Given up meanwhile.
+                        core_.gate.StartDeciding();
+                        core_.RunAfter([self = std::move(self)] {
+                          self->executor_.StartTask([self] { self->RunDecision(); });
+                        });
+                      });
+}
+
+void JobImpl::RunDecision() {
+  JobCore::Section section(core_);
+  // Sums whose tasks are only queued are computed by the decision, because ranks wait. Those tasks
+  // find nothing to claim then.
+  std::vector<bool> claimed = executor_.ClaimSums();
+  // What other tasks still compute is waited for in the gate. The last of them gives the turn, so
+  // this goes on on a thread of the engine's.
+  core_.EnterHere(
+      Admission::kUpdate, -1,
+      [this, self = Self(), claimed = std::move(claimed)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            if (!admitted.ok()) return core_.gate.EndDeciding();  // Aborted meanwhile.
+            // Ranks have voted since the sums were known. A discard would have made the
+            // step an open one, without them.
+            if (machine_.lead()->group_sums().has_value()) {
+              return DecideOrAwaitVotes(std::nullopt);
+            }
+            core_.RunAfter([self = std::move(self), claimed = std::move(claimed),
+                            step = machine_.lead()->step()] { self->SumAndDecide(claimed, step); });
+          });
+}
+
+// An abort meanwhile does not clear the gradients: it waits for this (GateState::deciding).
+void JobImpl::SumAndDecide(const std::vector<bool>& claimed, uint64_t step) {
+  TaskPool& tasks = *core_.environment.tasks;
+  executor_.ComputeClaimed(claimed, step);
+  // What is left to sum is not little where chunks cut many blocks.
+  std::vector<double> group_sums = memory_.gradients->CombineSums(
+      [&](int64_t count, absl::FunctionRef<void(int64_t)> body) { tasks.ForEach(count, body); });
+  GoOnDeciding([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    executor_.FinishAllSums();
+    DecideOrAwaitVotes(std::move(group_sums));
+  });
+}
+
+void JobImpl::GoOnDeciding(absl::FunctionRef<void()> then) {
+  JobCore::Section section(core_);
+  // The step may have been aborted while the lock was free.
+  if (core_.gate.phase() == Phase::kClearing) return core_.gate.EndDeciding();
+  then();
+}
+
+void JobImpl::DecideOrAwaitVotes(std::optional<std::vector<double>> group_sums) {
+  StepEffects effects;
+  const bool is_decided = machine_.SumsAreKnown(std::move(group_sums), effects);
+  if (!is_decided) core_.gate.AwaitVotes();
+  Perform(std::move(effects));
+  if (is_decided) DecideOrTry(decider_.MakeDraft());
+}
+
+void JobImpl::DecideOrTry(Draft draft) {
+  if (draft.is_settled()) return Decide(std::move(draft));
+  core_.RunAfter([this, self = Self(), draft = std::move(draft)]() mutable {
+    decider_.Try(draft);
+    GoOnDeciding([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { Decide(std::move(draft)); });
+  });
+}
+
+void JobImpl::Decide(Draft draft) {
+  const StepLead& sealed = *machine_.lead();
+  core_.history.SetGroupNorms(sealed.terms().step,
+                              GroupNorms(*sealed.group_sums(), sealed.terms().settings.scale));
+  if (draft.outcome.decision.apply) core_.bounds = std::move(draft.bounds);
+  // No stream is opened before the commit (kOpenStream), so its listeners are all that are to be
+  // told. A death between this and the decision's record changes nothing that a later process would
+  // find.
+  const auto plan = std::make_shared<UpdatePlan>(executor_.MakePlan(std::move(draft)));
+  // The record is stored before any rank is told or any chunk is written: from here on a later
+  // process carries the step out, too.
+  core_.record.decision =
+      KeptDecision{.outcome = plan->outcome,
+                   .terms = sealed.terms(),
+                   .vote = sealed.vote(),
+                   .attempt = sealed.ranks()[0].attempt,
+                   .micro_steps = sealed.micro_steps(),
+                   .coverage_complete = machine_.ledger().IsWhole(sealed.micro_steps()),
+                   .hyper_parameters = plan->update.hyper_parameters,
+                   .update_counts = plan->update.update_counts,
+                   .speculation = plan->speculation.counts};
+  journal_.Keep();
+  core_.gate.Decide();
+  machine_.Decide();  // The commit point.
+  clock_.decided = std::chrono::steady_clock::now();
+  core_.trace.Record(TraceEventKind::kDecided, plan->outcome.step, /*chunk=*/-1, clock_.sealed_ns);
+  core_.RunAfter([this, self = Self(), plan] {
+    executor_.CarryOut(plan, [this, self, plan] { Commit(std::move(*plan)); });
+  });
+}
+
+// ---------------------------------------------------------------- the commit
+
+void JobImpl::TakeOverrides(const StepSettings& settings, const StepVote& vote) {
+  std::vector<HyperParameters>& values = core_.record.hyper_parameters;
+  // In the order in which they were said; what an operator has changed since the step began comes
+  // last.
+  for (const auto* said : {&settings.overrides, &vote.overrides}) {
+    for (const auto& [group, overrides] : *said) values[group] = Apply(values[group], overrides);
+  }
+  for (int group = 0; group < core_.layout.group_count(); ++group) {
+    values[group] = Apply(values[group], std::exchange(core_.record.later_changes[group], {}));
+  }
+}
+
+void JobImpl::Commit(UpdatePlan plan) {
+  // Before the lock is taken, since the last reference to a rank's memory unmaps it.
+  plan.weights_in_place.clear();
+  JobCore::Section section(core_);
+  const StepTimes times = clock_.TimesUntilNow();
+  last_accumulators_in_use_ = memory_.gradients->accumulators_in_use();
+  executor_.EndStep(std::move(plan.speculation.published));
+  // A skipped step uses up its number, so chunks stand at it with the state that they had.
+  if (!plan.outcome.decision.apply) memory_.store->SetStep(plan.outcome.step);
+  core_.trace.Mark(TraceEventKind::kCommitted, plan.outcome.step);
+  RecordStep(*std::exchange(core_.record.decision, std::nullopt), times);
+  members_.table.FreeLeft();
+  machine_.Drop();
+  machine_.Clear();
+  core_.gate.Commit();
+  core_.NotifyStepOver();
+  saver_.SaveIfDue();
+  // Memories are unmapped last: that takes long, and ranks wait for the commit.
+  core_.RunAfter([listeners = std::move(plan.listeners), lenders = members_.table.TakeLenders(),
+                  step = plan.outcome.step, update_seconds = times.updating]() mutable {
+    for (const auto& listener : listeners) {
+      if (listener != nullptr) listener->OnCommitted(step, update_seconds);
+    }
+  });
+}
+
+void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
+  if (spec().keep_previous) {
+    // Before anything below changes what an undo is to bring back.
+    core_.record.previous = PreviousState{.committed_step = core_.record.committed_step,
+                                          .applied = decided.outcome.decision.apply,
+                                          .hyper_parameters = core_.record.hyper_parameters,
+                                          .update_counts = core_.record.update_counts,
+                                          .trainer_state = core_.record.trainer_state};
+  }
+  if (decided.outcome.decision.apply) {
+    for (size_t p = 0; p < core_.record.update_counts.size(); ++p) {
+      if (decided.update_counts[p] > 0) core_.record.update_counts[p] = decided.update_counts[p];
+    }
+  }
+  TakeOverrides(decided.terms.settings, decided.vote);
+  core_.Move();
+  core_.record.committed_step = decided.terms.step;
+  core_.record.trainer_state =
+      decided.vote.trainer_state.value_or(std::move(decided.terms.settings.trainer_state));
+  core_.record.history.Add({.outcome = std::move(decided.outcome),
+                            .speculation = decided.speculation,
+                            .micro_steps = decided.micro_steps,
+                            .loss_scale = decided.terms.settings.scale.loss_scale,
+                            .times = times,
+                            .voted = decided.vote.clipping,
+                            .abandoned = !decided.vote.apply,
+                            .hyper_parameters = std::move(decided.hyper_parameters)},
+                           decided.coverage_complete);
+  core_.history.Add(core_.record.history.recent_steps.back(),
+                    {.job_bytes = memory_.need.total_bytes() + RankMemoryBytesNow(),
+                     .service_bytes = core_.environment.budget->used_bytes()});
+  core_.record.last_vote = std::move(decided.vote);
+  // With the next epoch, words of the ledger and entries of the log count no more, in the same
+  // flip. Nor do lanes of sums, which are freed after it.
+  ++core_.record.epoch;
+  journal_.Keep();
+  if (journal_.kept() != nullptr) journal_.kept()->FreeLeftLanes();
+}
+
+}  // namespace ballast

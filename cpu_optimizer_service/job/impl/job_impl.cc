@@ -1,0 +1,340 @@
+#include "cpu_optimizer_service/job/impl/job_impl.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast {
+namespace {
+
+// What outlives the process beside state and gradients (kept_job.h): records and logs of an
+// ordinary job in pages of their own, lanes, and two words a chunk. (A word more of a previous
+// version is with that: NeedOf.)
+int64_t KeptBytes(const Layout& layout, int threads) {
+  constexpr int64_t kRecords = int64_t{512} << 10;
+  constexpr int64_t kLanesOfThread = 4 * static_cast<int64_t>(sizeof(RedoLane));
+  return kRecords + kLanesOfThread * (threads + 1) +
+         static_cast<int64_t>(2 * sizeof(uint64_t) * layout.chunks().size());
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
+                                                           const JobEnvironment& environment,
+                                                           bool is_there) {
+  BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
+  // A short description may have millions of chunks and shards. Of more than kMaxShards none is laid
+  // out. Reserved only while the layout is made: the job's own reservation counts these tables, too
+  // (NeedOf).
+  MemoryBudget::Reservation room;
+  const int64_t shards = ShardTableBytes(identity.spec.layout);
+  const int64_t bytes =
+      ChunkTableBytes(identity.spec.layout) + (shards <= kBytesOfShard * kMaxShards ? shards : 0);
+  if (is_there) {  // A lower limit takes nothing from it.
+    room = environment.budget->Take(bytes);
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(room, environment.budget->Reserve(bytes, "laying out a job"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(identity.spec.layout));
+  return std::shared_ptr<JobImpl>(new JobImpl(std::move(identity), std::move(layout), environment));
+}
+
+JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& environment)
+    : core_(*this, std::move(identity), std::move(layout), environment),
+      memory_{.need = NeedOf(spec(), core_.layout)},
+      members_(core_),
+      journal_(core_, memory_, members_.table),
+      view_(core_, memory_),
+      saver_(core_, memory_, view_),
+      origin_(core_, memory_, members_, journal_, saver_),
+      loader_(core_, memory_, journal_, view_, saver_, origin_,
+              [this](std::string why, absl::AnyInvocable<void() &&> then)
+                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+                    RaiseGeneration(std::move(why), std::move(then));
+                  }),
+      writes_(core_, memory_, members_, journal_, view_, machine_),
+      machine_(core_.identity.spec, core_.layout),
+      executor_(core_, memory_, journal_, view_, members_.table, machine_),
+      decider_(core_, memory_, executor_, machine_) {
+  if (core_.environment.named_memory != nullptr) {
+    memory_.need.other_bytes += KeptBytes(core_.layout, core_.environment.tasks->threads());
+  }
+  core_.record.generation = core_.identity.generation;
+  core_.record.update_counts.assign(core_.identity.spec.layout.parameters.size(), 0);
+  core_.record.later_changes.resize(core_.identity.spec.groups.size());
+  for (const GroupSpec& group : core_.identity.spec.groups) {
+    core_.record.hyper_parameters.push_back(group.hyper_parameters);
+  }
+}
+
+absl::Status JobImpl::Allocate(JobImpl* origin) {
+  absl::Status status = AllocateParts();
+  // Of a job that is taken over nothing can be left out: its memory was made before.
+  const bool may_do_without = !journal_.is_taken_over();
+  if (absl::IsResourceExhausted(status) && memory_.need.speculation_bytes > 0 && may_do_without) {
+    // Without second versions, then. Also where the budget has room and the system has none: it
+    // limits the process's address space (ulimit -v), say.
+    memory_.speculation_refused = std::string(status.message());
+    memory_.need.speculation_bytes = 0;
+    status = AllocateParts();
+  }
+  BALLAST_RETURN_IF_ERROR(status);
+  // A task, because a buffer may come back anywhere, under whatever lock.
+  const auto start_parked = [weak = weak_from_this()] {
+    const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
+    if (self != nullptr) self->executor_.StartTask([self] { self->executor_.StartParked(); });
+  };
+  memory_.weight_buffers = WeightBufferPool::Create(WeightBufferBytes(spec(), core_.layout),
+                                                    WeightBufferCount(core_.layout), start_parked);
+  if (!journal_.is_taken_over()) {
+    if (const std::string& path = core_.identity.derivation.checkpoint; !path.empty()) {
+      BALLAST_RETURN_IF_ERROR(InheritCheckpoint(path, origin));
+    } else if (origin != nullptr) {
+      BALLAST_RETURN_IF_ERROR(Inherit(*origin));
+    }
+  }
+  // The record is stored last: where a later process finds one it takes the job over, and refuses a
+  // job of which a part is missing.
+  if (journal_.kept() == nullptr || journal_.is_taken_over()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(journal_.kept()->StoreIdentity());
+  JobCore::Lock lock(core_);
+  journal_.Keep();
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::AllocateParts() {
+  const std::string owner = absl::StrCat("job ", spec().name);
+  // An earlier try may have failed half way. Its memory goes before its share of the budget, so
+  // that no other job is admitted into memory that is still in use.
+  memory_.gradients.reset();
+  memory_.store.reset();
+  memory_.reservation = {};
+  const bool is_there = journal_.is_taken_over();
+  if (!is_there) {
+    const std::string what = memory_.need.previous_bytes == 0
+                                 ? owner
+                                 : absl::StrCat(owner, ", with ", memory_.need.previous_bytes,
+                                                " bytes for keep_previous,");
+    BALLAST_ASSIGN_OR_RETURN(memory_.reservation,
+                             core_.environment.budget->Reserve(memory_.need.total_bytes(), what));
+    // The budget is the operator's limit; this asks what the machine and its control group have
+    // left.
+    if (core_.environment.named_memory != nullptr) {
+      BALLAST_RETURN_IF_ERROR(
+          core_.environment.named_memory->Admit(memory_.need.total_bytes(), what));
+    }
+  }
+  const auto progress =
+      core_.BeginActivity(ActivityKind::kMakingMemory, memory_.need.total_bytes());
+  const CountsIn here(*progress);
+  BALLAST_RETURN_IF_ERROR(journal_.Allocate());
+  // After Journal::Allocate, which finds out whether second versions belong to what is needed.
+  // A limit that has become lower makes it no less.
+  if (is_there) memory_.reservation = core_.environment.budget->Take(memory_.need.total_bytes());
+  ArenaFactory& arenas =
+      journal_.kept() != nullptr ? journal_.kept()->arenas() : *core_.environment.arenas;
+  BALLAST_ASSIGN_OR_RETURN(
+      memory_.store,
+      ChunkStore::Create(core_.layout,
+                         {.planes = PlanesByGroup(spec()),
+                          .second_versions = memory_.need.speculation_bytes > 0,
+                          .keep_previous = spec().keep_previous,
+                          .budget = core_.environment.budget,
+                          .owner = owner,
+                          .named = journal_.kept() ? &journal_.kept()->arenas() : nullptr},
+                         arenas));
+  BALLAST_ASSIGN_OR_RETURN(
+      memory_.gradients,
+      GradientStore::Create(spec(), core_.layout, arenas,
+                            journal_.kept() ? &journal_.kept()->arenas() : nullptr));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> JobImpl::WriteInitialWeights(
+    int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
+    const std::optional<Uploader>& uploader) {
+  BALLAST_ASSIGN_OR_RETURN(const bool are_all, origin_.Write(chunk, payload, uploader));
+  if (!are_all || derivation().uid.empty()) return are_all;
+  core_.environment.take_place(Self());
+  return false;
+}
+
+// ---------------------------------------------------------------- control
+
+void JobImpl::TellWaiting() {
+  Listeners sealed;
+  std::vector<int> awaited;
+  uint64_t step = 0;
+  {
+    JobCore::Lock lock(core_);
+    const StepLead* given = machine_.undecided();
+    // Where all have sealed, and the engine is at work, no rank waits for another one.
+    if (given == nullptr || !given->any_sealed() ||
+        machine_.stage() == StepMachine::Stage::kSealed) {
+      return;
+    }
+    const bool voting = machine_.stage() == StepMachine::Stage::kVoting;
+    step = given->step();
+    awaited = voting ? given->RanksWithoutVote() : given->UnsealedRanks();
+    for (int rank = 0; rank < core_.layout.world_size(); ++rank) {
+      const RankInStep& state = given->ranks()[rank];
+      const bool waits = voting ? state.vote.has_value() : state.sealed.has_value();
+      if (waits && members_.table[rank].listener != nullptr)
+        sealed.push_back(members_.table[rank].listener);
+    }
+  }
+  for (const auto& listener : sealed) listener->OnWaiting(step, awaited);
+}
+
+std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
+  JobCore::Lock lock(core_);
+  // In other phases nobody waits for a rank, so no deadline applies.
+  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kVoting)
+    return std::nullopt;
+  return machine_.between_steps() ? std::nullopt : clock_.SecondsSinceFirstSeal();
+}
+
+Pending JobImpl::AbortStep(Done<uint64_t> done) {
+  return core_.Enter(
+      Admission::kAbort, -1,
+      [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            if (!admitted.ok()) return core_.Reply<uint64_t>(std::move(done), admitted);
+            // Kept for the answer: a step that is decided as a skip raises the committed
+            // step.
+            const uint64_t step = core_.record.committed_step + 1;
+            // What is still on its way must not meet the next attempt.
+            GiveUpStep(absl::StrCat("step ", step, " of job ", spec().name, " was aborted"),
+                       [this, self, step, done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                           job_lock) mutable { core_.Reply<uint64_t>(std::move(done), step); });
+          });
+}
+
+absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
+                                                     const HyperParameterOverrides& changes) {
+  Check(group >= 0 && group < core_.layout.group_count(), "the group is one of the job's");
+  JobCore::Section section(core_);
+  BALLAST_RETURN_IF_ERROR(core_.CheckUsable());
+  const HyperParameters changed = Apply(core_.record.hyper_parameters[group], changes);
+  BALLAST_RETURN_IF_ERROR(
+      Annotate(Validate(changed), absl::StrCat("group ", spec().groups[group].name)));
+  core_.record.hyper_parameters[group] = changed;
+  if (!machine_.between_steps()) {
+    // The step in progress puts its own overrides into force when it is committed. A change that an
+    // operator makes meanwhile is newer, so it is applied once more after them.
+    core_.record.later_changes[group] = Merge(core_.record.later_changes[group], changes);
+  }
+  if (core_.record.previous.has_value()) {
+    // They are an operator's, not the last step's.
+    HyperParameters& before = core_.record.previous->hyper_parameters[group];
+    before = Apply(before, changes);
+  }
+  journal_.Keep();
+  core_.Move();
+  return changed;
+}
+
+bool JobImpl::IsBetweenSteps() const {
+  JobCore::Lock lock(core_);
+  const Phase phase = core_.gate.phase();
+  return phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
+}
+
+bool JobImpl::IsAbandoned() const {
+  JobCore::Lock lock(core_);
+  // In the other phases of a step the engine brings it to its end, whoever is there.
+  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kVoting) return false;
+  return UseNow().streams == 0;
+}
+
+void JobImpl::TellStreams(const absl::Status& why) {
+  Listeners listeners;
+  {
+    JobCore::Lock lock(core_);
+    listeners = members_.table.ByRank();
+  }
+  for (const std::shared_ptr<RankListener>& listener : listeners) {
+    if (listener != nullptr) listener->OnDetached(why);
+  }
+}
+
+Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
+  return core_.Enter(
+      Admission::kClose, -1,
+      [this, self = shared_from_this(), unused, done = std::move(done)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            if (admitted.ok() && unused.has_value()) admitted = CheckUnused(*unused);
+            // Another call has closed the job: then this one is done, too.
+            if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
+            if (core_.gate.phase() == Phase::kClosed || !admitted.ok()) {
+              return core_.Reply<bool>(std::move(done), admitted.ok()
+                                                            ? absl::StatusOr<bool>(true)
+                                                            : absl::StatusOr<bool>(admitted));
+            }
+            CloseNow(absl::StrCat("job ", spec().name, " has been closed"), std::move(done));
+          });
+}
+
+void JobImpl::CloseNow(const std::string& why, Done<bool> done) {
+  RaiseGeneration(why, [this, self = Self(), done = std::move(done)]()
+                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                             core_.gate.Close();
+                             // After this flip a later process finds no job, so that memory may
+                             // go part by part.
+                             core_.record.closed = true;
+                             journal_.Keep();
+                             core_.NotifyStepOver();
+                             core_.Tell(absl::StrCat("closed at step ", committed_step()));
+                             core_.Reply<bool>(std::move(done), true);
+                           });
+}
+
+absl::Status JobImpl::CheckUnused(const Use& unused) const {
+  if (unused == UseNow() && unused.streams == 0 && !core_.environment.draining->load()) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat("job ", spec().name, " is used again, or the service is stopping"));
+}
+
+// ---------------------------------------------------------------- Job's short forms
+
+absl::StatusOr<Attachment> Job::Attach(const AttachRequest& request) {
+  return Await<Attachment>([&](Done<Attachment> done) { Attach(request, std::move(done)); });
+}
+
+absl::StatusOr<std::unique_ptr<RankStream>> Job::OpenStream(
+    const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
+  return Await<std::unique_ptr<RankStream>>([&](Done<std::unique_ptr<RankStream>> done) {
+    OpenStream(request, std::move(listener), std::move(done));
+  });
+}
+
+absl::StatusOr<uint64_t> Job::AbortStep() {
+  return Await<uint64_t>([&](Done<uint64_t> done) { AbortStep(std::move(done)); });
+}
+
+absl::StatusOr<uint64_t> Job::UndoStep(const UndoRequest& request) {
+  return Await<uint64_t>([&](Done<uint64_t> done) { UndoStep(request, std::move(done)); });
+}
+
+absl::StatusOr<Snapshot> Job::TakeSnapshot(absl::Span<const int> parameters) {
+  return Await<Snapshot>([&](Done<Snapshot> done) {
+    TakeSnapshot(std::vector<int>(parameters.begin(), parameters.end()), std::move(done));
+  });
+}
+
+absl::StatusOr<CheckpointInfo> Job::Save(const std::string& folder) {
+  return Await<CheckpointInfo>(
+      [&](Done<CheckpointInfo> done) { Save({.folder = folder}, std::move(done)); });
+}
+
+absl::StatusOr<CheckpointInfo> Job::Load(const std::string& path, bool weights_only) {
+  return Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
+    Load({.path = path, .weights_only = weights_only}, std::move(done));
+  });
+}
+
+}  // namespace ballast

@@ -1,0 +1,335 @@
+// The implementation of Job. The gate says what may happen, the parts have the state, and the
+// functions here put them together, by subject in the sources of this folder (README.md).
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_JOB_IMPL_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_JOB_IMPL_H_
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
+#include "cpu_optimizer_service/job/core/job_core.h"
+#include "cpu_optimizer_service/job/core/job_memory.h"
+#include "cpu_optimizer_service/job/core/job_record.h"
+#include "cpu_optimizer_service/job/core/membership.h"
+#include "cpu_optimizer_service/job/job.h"
+#include "cpu_optimizer_service/job/kept/journal.h"
+#include "cpu_optimizer_service/job/kept/kept_job.h"
+#include "cpu_optimizer_service/job/state/loader.h"
+#include "cpu_optimizer_service/job/state/saver.h"
+#include "cpu_optimizer_service/job/state/state_origin.h"
+#include "cpu_optimizer_service/job/state/state_view.h"
+#include "cpu_optimizer_service/job/state/state_writes.h"
+#include "cpu_optimizer_service/job/step/step_decision.h"
+#include "cpu_optimizer_service/job/step/step_machine.h"
+#include "cpu_optimizer_service/job/update/decider.h"
+#include "cpu_optimizer_service/job/update/executor.h"
+
+namespace ballast {
+
+// The times of a step's stages.
+struct StepClock {
+  using Time = std::chrono::steady_clock::time_point;
+  Time opened;
+  std::optional<Time> first_seal;  // From then on ranks wait for each other.
+  Time sealed;
+  Time decided;
+  int64_t sealed_ns = 0;  // For the trace.
+
+  // Whether any rank has sealed now.
+  void SealsAre(bool there) {
+    if (!there) first_seal.reset();
+    if (there && !first_seal.has_value()) first_seal = std::chrono::steady_clock::now();
+  }
+  std::optional<double> SecondsSinceFirstSeal() const;
+  StepTimes TimesUntilNow() const;
+};
+
+class JobImpl : public Job {
+ public:
+  // A job without its memory. INVALID_ARGUMENT, with the reason. Before Allocate only spec(),
+  // uid(), derivation() and layout() may be called. `is_there`: it has its memory, whatever the
+  // limit.
+  static absl::StatusOr<std::shared_ptr<JobImpl>> Describe(JobIdentity identity,
+                                                           const JobEnvironment& environment,
+                                                           bool is_there = false);
+  // `origin`: the job that it is derived from; null: none, or from a checkpoint.
+  absl::Status Allocate(JobImpl* origin = nullptr);
+  // The job that an earlier process left in named memory under this uid, ready, with a decided step
+  // completed. NOT_FOUND: the earlier process had not finished creating it. Other errors, in one
+  // line: it cannot be taken over. `story` gets its history for the log.
+  static absl::StatusOr<std::shared_ptr<JobImpl>> TakeOver(const std::string& uid,
+                                                           const JobEnvironment& environment,
+                                                           std::string& story);
+
+  using Job::AbortStep;
+  using Job::Attach;
+  using Job::Load;
+  using Job::OpenStream;
+  using Job::Save;
+  using Job::TakeSnapshot;
+  using Job::UndoStep;
+
+  const JobSpec& spec() const override { return core_.identity.spec; }
+  const Layout& layout() const override { return core_.layout; }
+  const std::string& uid() const override { return core_.identity.uid; }
+  const Derivation& derivation() const override { return core_.identity.derivation; }
+  JobStatus Status() const override;
+  HistoryView History(const HistoryQuery& query) const override {
+    return core_.history.Read(query);
+  }
+  Attachment Position() const override;
+  Pending Attach(AttachRequest request, Done<Attachment> done) override;
+  Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
+                     Done<std::unique_ptr<RankStream>> done) override;
+  absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder, FirstState state) override {
+    return origin_.Begin(holder, std::move(state));
+  }
+  absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
+                                           absl::Span<const absl::Span<const std::byte>> payload,
+                                           const std::optional<Uploader>& uploader) override;
+  absl::StatusOr<StateWriter> BeginStateWrite(const RankHolder& holder, StateWrite write) override {
+    return writes_.Begin(holder, std::move(write));
+  }
+  absl::Status WriteStateChunk(const StateWriter& writer, int64_t chunk,
+                               absl::Span<const absl::Span<const std::byte>> payload) override {
+    return writes_.WriteChunk(writer, chunk, payload);
+  }
+  Pending EndStateWrite(const StateWriter& writer, Done<bool> done) override {
+    return writes_.End(writer, std::move(done));
+  }
+  void DropStateWrite(const StateWriter& writer) override { writes_.Drop(writer); }
+  absl::StatusOr<std::unique_ptr<StateWriting>> PrepareStateWrite(StateWrite write) override {
+    return writes_.Prepare(std::move(write));
+  }
+  Pending CommitStateWrite(std::shared_ptr<StateWriting> writing, Done<uint64_t> done) override {
+    return writes_.Commit(std::move(writing), std::move(done));
+  }
+  absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
+                         absl::Span<std::byte> out) override;
+  void TellWaiting() override;
+  std::optional<double> SecondsSinceFirstSeal() const override;
+  Pending AbortStep(Done<uint64_t> done) override;
+  Pending UndoStep(UndoRequest request, Done<uint64_t> done) override {
+    return loader_.Undo(request, std::move(done));
+  }
+  absl::StatusOr<HyperParameters> UpdateGroup(int group,
+                                              const HyperParameterOverrides& changes) override;
+  Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
+  Pending Save(SaveRequest request, Done<CheckpointInfo> done) override {
+    return saver_.Save(std::move(request), std::move(done));
+  }
+  Pending Load(LoadRequest request, Done<CheckpointInfo> done) override {
+    return loader_.Load(std::move(request), std::move(done));
+  }
+  std::string StateHash() override;
+  absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
+  absl::Status GiveRankMemory(const RankHolder& holder,
+                              std::shared_ptr<const RankMemory> memory) override;
+  void DropRankMemory(int rank, const RankMemory* memory) override;
+  absl::StatusOr<Trace> TraceSteps(uint32_t steps,
+                                   const std::function<bool()>& still_wanted) override;
+  TraceRecorder& trace() override { return core_.trace; }
+  Use use() const override;
+
+  // No step has begun, and none is being decided.
+  bool IsBetweenSteps() const;
+  // A step has begun that no rank with a stream can finish.
+  bool IsAbandoned() const;
+  // Ends all streams with this, as a broken transport would.
+  void TellStreams(const absl::Status& why);
+  // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
+  // With `unused`: FAILED_PRECONDITION if it has been used since then, or has a stream.
+  Pending Close(std::optional<Use> unused, Done<bool> done);
+  // Closes this job and makes `derived` continue, in that order for a later process. False, without
+  // a change: `derived` lacks weights again. FAILED_PRECONDITION: this job has advanced since, or
+  // has a step in progress.
+  Pending GiveWayTo(std::shared_ptr<JobImpl> derived, Done<bool> done);
+  bool has_all_first_weights() const {
+    JobCore::Lock lock(core_);
+    return core_.first_weights.missing() == 0;
+  }
+
+ private:
+  class Stream;
+
+  JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& environment);
+  std::shared_ptr<JobImpl> Self() { return std::static_pointer_cast<JobImpl>(shared_from_this()); }
+
+  // ---- job_impl.cc
+  // The visible step: 0 while first weights are awaited, whichever step they begin at. In a derived
+  // job it is known from the start.
+  uint64_t committed_step() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    return core_.first_weights.complete() || origin_.is_derived() ? core_.record.committed_step : 0;
+  }
+  Attachment PositionNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  Use UseNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckUnused(const Use& unused) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Reserves memory_.need in the budget, then allocates it.
+  absl::Status AllocateParts();
+  // Ends this job; its listeners get `why`.
+  void CloseNow(const std::string& why, Done<bool> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // ---- job_derive.cc. The first ones are called before any other code knows the job.
+  // Its own state during a read (StopReading).
+  struct Lent {
+    CheckpointIndex index;
+    StepHistory history;
+    SaveSchedule save_schedule;
+    std::string resumed_uid;
+    std::vector<std::string> ancestors;
+    uint64_t moves = 0;
+  };
+  absl::StatusOr<Lent> Lend();
+  absl::Status Inherit(JobImpl& origin);
+  absl::Status InheritCheckpoint(const std::string& path, JobImpl* origin);
+  // For the origin.
+  absl::Status CheckMayDerive() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  enum class Succession : uint8_t { kDone, kMissing, kMoved };
+  Succession TakePlace(uint64_t origin_moves);
+
+  // ---- job_ranks.cc
+  void AttachNow(const AttachRequest& request, Done<Attachment> done)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::StatusOr<std::unique_ptr<RankStream>> OpenNow(const OpenStreamRequest& request,
+                                                      std::shared_ptr<RankListener> listener)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void EndOlderStream(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void CloseStream(const StreamKey& key, const std::string& why);
+  // Whether the rank takes part in the step in progress.
+  bool HasBegun(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // ---- job_generation.cc
+  // Clears the undecided step and frees all ranks and their shared memory; tells their listeners
+  // `reason`. `then` runs under the lock once all is cleared, before any other call's turn.
+  void RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The rank's part of first weights, or of a write of state, has to be sent again.
+  void ForgetUploads(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The step in progress is lost. If the job skips such steps (OnAbort) and all ranks have begun
+  // it, decides it as a skip because of `why`; otherwise raises the generation. `then` is as above.
+  void GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool MaySkipStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The decision of SkipStep.
+  KeptDecision SkipOf(absl::string_view why) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void FinishClearing() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Drops everything given; the job is between steps.
+  void ClearStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // ---- job_step.cc
+  absl::Status BeginStep(const StreamKey& key, StepAttempt at, const StepSettings& settings);
+  absl::Status EndMicroStep(const StreamKey& key, StepAttempt at, uint32_t micro_step,
+                            UsedParameters used);
+  absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, StepAttempt at,
+                                                  uint32_t micro_steps,
+                                                  const std::optional<StepVote>& vote);
+  absl::Status Report(const StreamKey& key, StepAttempt at, const RankReport& report);
+  absl::Status Vote(const StreamKey& key, StepAttempt at, const StepVote& vote);
+  Pending Discard(const StreamKey& key, StepAttempt at, Done<bool> done);
+  absl::StatusOr<bool> DiscardNow(const StreamKey& key, StepAttempt at)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The state before the step in progress, or the next one.
+  StepBefore Before() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckHasWeights() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The next step may begin: UNAVAILABLE if the service is stopping.
+  absl::Status CheckMayOpen() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Carries out what follows from a rank's input.
+  void Perform(StepEffects effects) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void UseTerms(const StepTerms& terms) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void ForgetGiven(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TellRanks(std::vector<StepEffects::ToRank> told) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // `end` counts the micro-steps up to the one that `what` names.
+  absl::Status CheckMicroSteps(absl::string_view what, int64_t end) const;
+
+  // ---- job_contribution.cc
+  Pending StopProvisional(const StreamKey& key, StepAttempt at, uint32_t micro_step_begin,
+                          absl::Span<const int64_t> chunks, Done<bool> done);
+  // For these chunks, see StopProvisional.
+  void SupersedeUpdates(int rank, StepAttempt at, uint32_t micro_step_begin,
+                        absl::Span<const int64_t> chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
+  absl::Status CheckContribution(int rank, const Contribution& given) const;
+  // A contribution that the ledger accepts: the rest of its work, outside the lock.
+  struct Accepted {
+    // kRepeat, kDiscarded: no more work.
+    ContributionResult result = ContributionResult::kAdded;
+    bool borrowed = false;                     // It stays in its place; only its sums are computed.
+    std::shared_ptr<const RankMemory> memory;  // Its memory, if in place.
+    Executor::Ahead ahead;
+    uint64_t epoch = 0;  // For KeepContribution.
+  };
+  absl::StatusOr<Accepted> Accept(const StreamKey& key, const Contribution& given)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AddToGradient(const Contribution& given, const RankMemory* memory, RedoLane* lane);
+  // ---- job_decision.cc
+  // The step is sealed, with all known votes: decides it once there are no readers.
+  void AwaitDecision() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // On an engine's thread: waits in the gate for running computations.
+  void RunDecision();
+  // Then, alone: sums what no task has summed, and what chunks share, and decides.
+  void SumAndDecide(const std::vector<bool>& claimed, uint64_t step);
+  // Calls `then` under the lock, unless the step was aborted meanwhile.
+  void GoOnDeciding(absl::FunctionRef<void()> then);
+  // The sums are known: decides, or lets the ranks vote.
+  void DecideOrAwaitVotes(std::optional<std::vector<double>> group_sums)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Tries the draft without the lock, if necessary.
+  void DecideOrTry(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Decide(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Applies the changes of hyper-parameters by steps and operators, once the step is over.
+  void TakeOverrides(const StepSettings& settings, const StepVote& vote)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Commit(UpdatePlan plan);
+  // For a step that is skipped, or whose chunks are all at their new state.
+  void RecordStep(KeptDecision decided, const StepTimes& times)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // ---- job_state.cc
+  int64_t MostTraceEvents(uint32_t steps) const;
+
+  // ---- job_status.cc
+  int64_t RankMemoryBytesNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  RankProgress ProgressOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // ---- job_recover.cc
+  class KeptRankMemory;
+  absl::Status TakeOverState(std::string& story);
+  void TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string& story)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckStepsInTable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status RollForward(const KeptDecision& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status Replay(const StepWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Of each rank's attempt, into the gradients' memory and the ledger.
+  absl::Status RestoreContributions(const std::vector<uint32_t>& attempts)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  JobCore core_;
+  JobMemory memory_;
+  Membership members_;
+  Journal journal_;
+  const StateView view_;
+  Saver saver_;
+  StateOrigin origin_;
+  Loader loader_;
+  StateWrites writes_;
+  StepMachine machine_ ABSL_GUARDED_BY(job_lock);
+  StepClock clock_ ABSL_GUARDED_BY(job_lock);
+  std::optional<StepNorm> told_norm_ ABSL_GUARDED_BY(job_lock);  // The last one.
+  Executor executor_;
+  const Decider decider_;
+  uint64_t origin_moves_ ABSL_GUARDED_BY(job_lock) = 0;  // The origin's, when this was derived.
+  int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(job_lock) = 0;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_JOB_IMPL_H_

@@ -1,0 +1,357 @@
+#include "cpu_optimizer_service/job/state/loader.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
+#include "cpu_optimizer_service/job/state/index_record.h"
+
+namespace ballast {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr char kGivenUp[] = "the caller has given up waiting";
+
+}  // namespace
+
+// ---------------------------------------------------------------- load
+
+absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint) const {
+  const CheckpointIndex& index = checkpoint.index();
+  const auto refuse = [&](const auto&... what) {
+    return absl::FailedPreconditionError(absl::StrCat("the checkpoint of job ", index.job,
+                                                      " does not fit job ", core_.spec().name, ": ",
+                                                      what...));
+  };
+  std::vector<bool> seen(core_.spec().layout.parameters.size());
+  for (const CheckpointIndex::Parameter& saved : index.parameters) {
+    const int p = core_.layout.FindParameter(saved.name);
+    if (p == -1) return refuse("the job has no parameter ", saved.name);
+    const ParameterSpec& parameter = core_.spec().layout.parameters[p];
+    if (!parameter.trainable) return refuse(saved.name, " is frozen in the job");
+    if (parameter.shape != saved.shape) {
+      return refuse(saved.name, " has shape [", absl::StrJoin(saved.shape, ", "),
+                    "] in the checkpoint and [", absl::StrJoin(parameter.shape, ", "),
+                    "] in the job");
+    }
+    if (const std::string& group = core_.spec().groups[parameter.group].name;
+        group != saved.group) {
+      return refuse(saved.name, " is in group ", saved.group, " in the checkpoint and ", group,
+                    " in the job");
+    }
+    if (seen[p]) return refuse("it lists ", saved.name, " twice");
+    seen[p] = true;
+  }
+  for (size_t p = 0; p < seen.size(); ++p) {
+    const ParameterSpec& parameter = core_.spec().layout.parameters[p];
+    if (parameter.trainable && !seen[p]) return refuse("it has no parameter ", parameter.name);
+  }
+  for (const GroupSpec& group : core_.spec().groups) {
+    const auto saved =
+        std::find_if(index.groups.begin(), index.groups.end(),
+                     [&](const CheckpointIndex::Group& g) { return g.name == group.name; });
+    if (saved == index.groups.end()) return refuse("it has no group ", group.name);
+    // It says which planes there are, in the checkpoint and in the job.
+    if (saved->hyper_parameters.amsgrad != group.hyper_parameters.amsgrad) {
+      return refuse("amsgrad of group ", group.name, " differs");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
+  const Chunk& chunk = core_.layout.chunks()[index];
+  BALLAST_ASSIGN_OR_RETURN(const ChunkStore::Write write,
+                           memory_.store->BeginWrite(index, Destination::kInPlaceIfFree));
+  absl::Status status;
+  for (int plane = 0; plane < kMaxPlanes; ++plane) {
+    float* const to = write.to.planes[plane];
+    if (to == nullptr) continue;
+    // Padding belongs to no piece and must be zero.
+    std::fill_n(to, chunk.elements, 0.0f);
+    for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
+      if (!status.ok()) break;
+      status = checkpoint.Read(core_.spec().layout.parameters[piece.parameter].name,
+                               static_cast<Plane>(plane), piece.parameter_offset,
+                               absl::MakeSpan(to + piece.chunk_offset, piece.elements));
+    }
+  }
+  // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load
+  // or a close helps.
+  memory_.store->Publish(write, checkpoint.index().step);
+  return status;
+}
+
+namespace {
+
+// How far a load has come that its caller may give up.
+class LoadCall {
+ public:
+  // For the disk thread. False: the caller has gone.
+  bool Begin() { return Move(State::kBegun); }
+  // True: it had not begun, and does not any more; the caller of this calls the Done.
+  bool Cancel() {
+    cancelled_ = true;
+    return Move(State::kGivenUp);
+  }
+  bool cancelled() const { return cancelled_; }
+
+ private:
+  enum class State : uint8_t { kQueued, kBegun, kGivenUp };
+  bool Move(State to) {
+    State queued = State::kQueued;
+    return state_.compare_exchange_strong(queued, to);
+  }
+
+  std::atomic<State> state_ = State::kQueued;
+  std::atomic<bool> cancelled_ = false;
+};
+
+}  // namespace
+
+// Verified on a disk thread; then, in the gate, the step is cleared and readers are waited for;
+// then read on a disk thread again.
+Pending Loader::Load(LoadRequest request, Done<CheckpointInfo> done) {
+  const auto number = std::make_shared<uint64_t>(0);
+  auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));
+  const auto call = std::make_shared<LoadCall>();
+  const auto load = [this, keep = core_.KeepAlive(), request = std::move(request), shared_done,
+                     number, call] {
+    // Its caller may have gone while it was queued behind other loads and saves.
+    if (!call->Begin()) return;
+    const Clock::time_point began = Clock::now();
+    absl::StatusOr<OpenedCheckpoint> opened = [&] {
+      const auto progress =
+          core_.BeginActivity(ActivityKind::kVerifyingCheckpoint, 0, request.path);
+      const CountsIn here(*progress);
+      return OpenToLoad(request);
+    }();
+    absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
+    // To verify a large checkpoint takes long. Up to here nothing of the job has changed.
+    if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
+    if (!status.ok()) {
+      opened = status;  // Whoever is told may delete it.
+      return std::move(*shared_done)(std::move(status));
+    }
+    auto checkpoint = std::make_shared<OpenedCheckpoint>(*std::move(opened));
+    const auto start = [this, keep, shared_done, checkpoint,
+                        began]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+      // The step is cleared. Before anything is written, those who read in place have to end.
+      core_.gate.StartLoading();
+      core_.EnterHere(
+          Admission::kReplaceState, -1,
+          [this, keep, shared_done, checkpoint, began](absl::Status /*admitted*/)
+              ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+                core_.RunAfter([this, keep, shared_done, checkpoint, began] {
+                  core_.environment.disk_threads->Run([this, keep, shared_done, checkpoint, began] {
+                    ReplaceState(*checkpoint, began, std::move(*shared_done));
+                  });
+                });
+              });
+    };
+    core_.Enter(
+        Admission::kLoad, -1,
+        [this, start, shared_done, checkpoint, weights_only = request.weights_only](
+            absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+          if (!admitted.ok()) {
+            return core_.Reply<CheckpointInfo>(std::move(*shared_done), admitted);
+          }
+          // In one flip of the record with the generation. Not the folder: a newer one may come
+          // there.
+          core_.record.loading =
+              KeptLoad{.path = checkpoint->directory, .weights_only = weights_only};
+          raise_generation_(absl::StrCat("job ", core_.spec().name,
+                                         " was loaded from a checkpoint; attach again"),
+                            start);
+        },
+        number);
+  };
+  core_.environment.disk_threads->Run(load);
+  return Pending([in_gate = core_.PendingOf(number), call, shared_done] {
+    // Either this or the disk thread has the Done, whichever moved the state first.
+    if (call->Cancel()) return std::move(*shared_done)(absl::CancelledError(kGivenUp));
+    in_gate.Cancel();
+  });
+}
+
+absl::StatusOr<OpenedCheckpoint> Loader::OpenToLoad(const LoadRequest& request) const {
+  FileSystem& file_system = *core_.environment.file_system;
+  if (request.weights_only) {
+    // A job at its begin, of nobody's state.
+    JobRecord begin = {.update_counts =
+                           std::vector<int64_t>(core_.spec().layout.parameters.size())};
+    for (const GroupSpec& group : core_.spec().groups) {
+      begin.hyper_parameters.push_back(group.hyper_parameters);
+    }
+    CheckpointIndex index = view_.MakeIndex(begin);
+    index.uid.clear();
+    BALLAST_ASSIGN_OR_RETURN(Checkpoint weights,
+                             Checkpoint::OpenWeights(file_system, request.path, std::move(index),
+                                                     MostIndexBytes(core_.spec())));
+    return OpenedCheckpoint{
+        .checkpoint = std::move(weights), .directory = request.path, .passed_over = {}};
+  }
+  BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened,
+                           OpenNewest(file_system, request.path, MostIndexBytes(core_.spec()),
+                                      core_.environment.checkpoint_uses));
+  for (const std::string& damage : opened.passed_over) {
+    if (!core_.environment.warn) break;
+    core_.Warn(absl::StrCat("job ", core_.spec().name, " is loaded from ", opened.directory,
+                            ", not from a newer checkpoint: ", damage));
+  }
+  return opened;
+}
+
+void Loader::ReplaceState(OpenedCheckpoint& opened, Clock::time_point began,
+                          Done<CheckpointInfo> done) {
+  const Checkpoint& checkpoint = opened.checkpoint;
+  absl::Status status;
+  const std::vector<int> planes = PlanesByGroup(core_.spec());
+  const auto bytes_of = [&](const Chunk& chunk) {
+    return SlotBytes(chunk.elements, planes[chunk.group]);
+  };
+  auto progress = core_.BeginActivity(ActivityKind::kLoadingCheckpoint, memory_.need.state_bytes,
+                                      opened.directory);
+  for (int chunk = 0; chunk < static_cast<int>(core_.layout.chunks().size()) && status.ok();
+       ++chunk) {
+    status = LoadChunk(checkpoint, chunk);
+    progress->Count(bytes_of(core_.layout.chunks()[chunk]));
+  }
+  progress = nullptr;  // Before its caller is told.
+  JobCore::Section section(core_);
+  // It ends after the record says that it is loaded, and before its caller is told, at the end of
+  // the section.
+  const CheckpointUses::Use use = std::move(opened.use);
+  // The record still says that the checkpoint is being loaded. Where the process dies before the
+  // flip below, the next one loads it again.
+  core_.gate.FinishLoading(/*torn=*/!status.ok());
+  if (!status.ok()) {
+    core_.record.torn_by = opened.directory;
+    core_.record.loading.reset();
+    journal_.Keep();
+    core_.Tell(absl::StrCat("not loaded from ", opened.directory, ": ", status.message()));
+    return core_.Reply<CheckpointInfo>(std::move(done), status);
+  }
+  TakeRecord(checkpoint.index(), core_, *memory_.store, saver_);
+  // A checkpoint may be loaded in place of first weights.
+  core_.first_weights.CompleteAll();
+  core_.record.torn_by.clear();
+  core_.record.loading.reset();
+  origin_.Show();
+  journal_.Keep();
+  core_.Tell(absl::StrCat("loaded step ", core_.record.committed_step, " from ", opened.directory,
+                          " in ", std::round(10 * SecondsSince(began)) / 10, " s"));
+  core_.Reply<CheckpointInfo>(std::move(done), CheckpointInfo{.directory = opened.directory,
+                                                              .step = core_.record.committed_step,
+                                                              .generation = core_.record.generation,
+                                                              .passed_over = opened.passed_over});
+}
+
+void Loader::LoadAgain(const LoadRequest& request) {
+  const auto began = std::chrono::steady_clock::now();
+  absl::StatusOr<OpenedCheckpoint> opened = OpenToLoad(request);
+  const absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
+  const auto tell = [warn = core_.environment.warn, name = core_.spec().name,
+                     path = request.path](const absl::Status& ended) {
+    if (ended.ok() || !warn) return;
+    warn(
+        absl::StrCat("job ", name, " is torn: loading ", path, " again failed: ", ended.message()));
+  };
+  if (status.ok()) {
+    return ReplaceState(*opened, began,
+                        [tell](absl::StatusOr<CheckpointInfo> done) { tell(done.status()); });
+  }
+  {
+    JobCore::Section section(core_);
+    // The earlier process may have replaced a part of the state already.
+    core_.gate.FinishLoading(/*torn=*/true);
+    core_.record.torn_by = request.path;
+    core_.record.loading.reset();
+    journal_.Keep();
+  }
+  tell(status);
+}
+
+// ---------------------------------------------------------------- undo
+
+Pending Loader::Undo(UndoRequest request, Done<uint64_t> done) {
+  return core_.Enter(Admission::kUndo, -1,
+                     [this, keep = core_.KeepAlive(), request, done = std::move(done)](
+                         absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                       // Also where ranks have begun that step again.
+                       if (WasUndone(request))
+                         return core_.Reply<uint64_t>(std::move(done), request.step);
+                       if (admitted.ok()) admitted = CheckMayUndo(request);
+                       if (!admitted.ok()) return core_.Reply<uint64_t>(std::move(done), admitted);
+                       UndoNow(std::move(done));
+                     });
+}
+
+bool Loader::WasUndone(const UndoRequest& request) const {
+  const UndoneStep& last = core_.record.undone;
+  return request.step != 0 && request.step == last.step && request.generation == last.generation;
+}
+
+absl::Status Loader::CheckMayUndo(const UndoRequest& request) const {
+  if (!core_.spec().keep_previous) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "job ", core_.spec().name, " does not keep the state before its last step; to undo ",
+        "steps, create it with keep_previous"));
+  }
+  if (request.step != 0 && (request.step != core_.record.committed_step ||
+                            request.generation != core_.record.generation)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "job ", core_.spec().name, " is at step ", core_.record.committed_step, " of generation ",
+        ToString(core_.record.generation), ", but the call undoes step ", request.step,
+        " of generation ", ToString(request.generation), "; look at the job and decide again"));
+  }
+  if (core_.record.previous.has_value()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "job ", core_.spec().name, " has nothing to undo at step ", core_.record.committed_step,
+      ": no step was committed since the job was created, loaded or undone"));
+}
+
+void Loader::UndoNow(Done<uint64_t> done) {
+  const uint64_t undone = core_.record.committed_step;
+  PreviousState previous = *std::exchange(core_.record.previous, std::nullopt);
+  const uint64_t step = previous.committed_step;
+  core_.record.committed_step = step;
+  core_.record.hyper_parameters = std::move(previous.hyper_parameters);
+  core_.record.update_counts = std::move(previous.update_counts);
+  core_.record.trainer_state = std::move(previous.trainer_state);
+  core_.record.history.Undo();
+  core_.history.Undo();
+  core_.record.last_vote = {};
+  saver_.schedule.GoBackTo(step);
+  const bool applied = previous.applied;
+  core_.record.undid_update = applied;
+  core_.record.undone = {.step = undone, .generation = core_.record.generation};
+  // One flip of the record has all that and the generation. Until the chunks have followed nobody
+  // reads them.
+  raise_generation_(absl::StrCat("step ", undone, " of job ", core_.spec().name,
+                                 " was undone; the generation is now ",
+                                 ToString(core_.record.generation.Next()), "; attach again"),
+                    [this, keep = core_.KeepAlive(), step, undone, applied,
+                     done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                      // The record has flipped. A skipped step changed no chunk, so only the number in the
+                      // table's words goes back.
+                      if (applied) {
+                        memory_.store->SwitchBack(step);
+                      } else {
+                        memory_.store->SetStep(step);
+                      }
+                      core_.Tell(absl::StrCat("step ", undone, " was undone, and it is at step ",
+                                              step, " again"));
+                      core_.Reply<uint64_t>(std::move(done), undone);
+                    });
+}
+
+}  // namespace ballast
