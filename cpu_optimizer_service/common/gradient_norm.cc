@@ -34,12 +34,6 @@ double DivisorOf(const GradientScale& scale, size_t group) {
 }
 
 // Not inlined, as above.
-ABSL_ATTRIBUTE_NOINLINE double AddLeftToRight(absl::Span<const double> values) {
-  double sum = 0;
-  for (const double value : values) sum += value;
-  return sum;
-}
-
 ABSL_ATTRIBUTE_NOINLINE double SquaredNorm(double group_sum, const GradientScale& scale,
                                            size_t group) {
   const double unscale = 1 / DivisorOf(scale, group);
@@ -124,19 +118,6 @@ std::vector<double> GroupNorms(absl::Span<const double> group_sums, const Gradie
 double BlockSumOfSquaresReference(const void* gradient, DType dtype, int64_t elements) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
   return SumOfSquares(gradient, dtype, elements);
-}
-
-double SumInOrder(absl::Span<const double> values) {
-  const ScopedFloatingPointMode mode(Denormals::kKeep);
-  return AddLeftToRight(values);
-}
-
-double ParameterSum(absl::Span<const double> block_sums) {
-  std::vector<double> span_sums;
-  for (size_t block = 0; block < block_sums.size(); block += kSpanBlocks) {
-    span_sums.push_back(SumInOrder(block_sums.subspan(block, kSpanBlocks)));
-  }
-  return SumInOrder(span_sums);
 }
 
 Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,

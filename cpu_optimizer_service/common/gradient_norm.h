@@ -1,16 +1,13 @@
 // Sums of squares, the global norm, clipping, and the multiplier that a decision applies.
 //
-// Everything is in double and in one written order, that of each parameter's own elements, so the
-// result does not depend on threads, arrival, or how parameters are cut into chunks and shards:
-//   block         = kBlockElements (256) consecutive elements of a parameter, in row-major order,
-//                   the first of them a multiple of 256; the last block of a parameter may be short
-//   span          = kSpanBlocks (64) consecutive blocks of a parameter, the first of them a
-//                   multiple of 64; the last span of a parameter may be short
-//   span sum      = SumInOrder of its block sums
-//   parameter sum = SumInOrder of its span sums
-//   group sum     = SumInOrder of the sums of its trainable parameters, in order of declaration
+// A sum does not depend on threads, arrival, or how parameters are cut into chunks, shards and
+// hosts:
+//   block     = kBlockElements (256) consecutive elements of a parameter, in row-major order, the
+//               first of them a multiple of 256; the last block of a parameter may be short
+//   block sum = its sum of squares, in double and in one written order
+//   group sum = ExactSum of the block sums of its trainable parameters, rounded once
 // norm_blocks.h says where they lie. A block's sum is finite exactly when all its elements are: 256
-// squares of fp32 values cannot overflow a double.
+// squares of fp32 values cannot overflow a double. All else is in double.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
 
@@ -32,12 +29,6 @@ namespace ballast {
 // their squares are normal doubles.
 double BlockSumOfSquaresReference(const void* gradient, DType dtype,
                                   int64_t elements = kBlockElements);
-
-inline constexpr int64_t kSpanBlocks = 64;
-inline constexpr int64_t kSpanElements = kSpanBlocks * kBlockElements;
-// Sum of squares of a parameter from its blocks' sums.
-double ParameterSum(absl::Span<const double> block_sums);
-double SumInOrder(absl::Span<const double> values);  // Left to right.
 
 // How to read the workers' gradients, from begin_step.
 struct GradientScale {

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <map>
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/rounding.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -13,7 +15,6 @@ namespace {
 
 // A task's share of what is cut: many times what it costs to start one.
 constexpr int64_t kCutBlocksOfTask = 256;
-constexpr int64_t kCutSpansOfTask = 256;
 
 const std::byte* At(const GradientView& gradient, int64_t element) {
   return static_cast<const std::byte*>(gradient.data) + element * SizeBytes(gradient.dtype);
@@ -34,7 +35,8 @@ double SumShortBlock(const std::byte* gradient, DType dtype, int64_t elements) {
 // Calls body(begin, end) for all of [0, count), by tasks where there is enough for several.
 void ForEachShare(int64_t count, int64_t share, SquareSums::ForEach for_each,
                   absl::FunctionRef<void(int64_t begin, int64_t end)> body) {
-  // How the work is cut into tasks changes no bit: each block and each span is summed by itself.
+  // How the work is cut into tasks changes no bit: blocks are summed by themselves, and added
+  // without rounding.
   if (count <= share) return body(0, count);
   for_each(DivideUp(count, share),
            [&](int64_t task) { body(task * share, std::min((task + 1) * share, count)); });
@@ -46,15 +48,10 @@ SquareSums::SquareSums(const Layout& layout)
     : layout_(layout),
       blocks_(layout),
       block_sums_(blocks_.blocks(), 0.0),
-      span_sums_(blocks_.spans(), 0.0) {}
-
-double SquareSums::SumOfSpan(int64_t span) const {
-  const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
-  return SumInOrder(
-      absl::MakeConstSpan(block_sums_).subspan(blocks.begin, blocks.end - blocks.begin));
-}
+      chunk_sums_(layout.chunks().size()) {}
 
 void SquareSums::SumChunk(int chunk, const GradientView& gradient) {
+  ExactSum chunk_sum;
   layout_.VisitPieces(chunk, [&](const ChunkPiece& piece) {
     const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
     const absl::Span<double> sums =
@@ -67,12 +64,9 @@ void SquareSums::SumChunk(int chunk, const GradientView& gradient) {
       sums.back() = SumShortBlock(At(gradient, whole.chunk_offset + full * kBlockElements),
                                   gradient.dtype, rest);
     }
-    // All blocks of these spans have just been summed. Spans that a chunk's edge cuts wait for
-    // Combine.
-    for (int64_t span = whole.spans.begin; span < whole.spans.end; ++span) {
-      span_sums_[span] = SumOfSpan(span);
-    }
+    chunk_sum.Add(sums);
   });
+  chunk_sums_[chunk] = chunk_sum;
 }
 
 void SquareSums::ZeroChunk(int chunk) {
@@ -80,20 +74,11 @@ void SquareSums::ZeroChunk(int chunk) {
     const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
     std::fill(block_sums_.begin() + whole.blocks.begin, block_sums_.begin() + whole.blocks.end,
               0.0);
-    std::fill(span_sums_.begin() + whole.spans.begin, span_sums_.begin() + whole.spans.end, 0.0);
   });
+  chunk_sums_[chunk] = {};
 }
 
-double SquareSums::SumInChunk(int chunk) const {
-  double total = 0;
-  layout_.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-    const NormBlocks::Range blocks = blocks_.WholeIn(piece).blocks;
-    for (int64_t block = blocks.begin; block < blocks.end; ++block) total += block_sums_[block];
-  });
-  return total;
-}
-
-void SquareSums::SumCutBlock(int64_t block, ViewOf view) {
+int SquareSums::SumCutBlock(int64_t block, ViewOf view) {
   const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
   // In fp32, since its parts may have arrived in different formats; fp32 has all values of each.
   alignas(64) float elements[kBlockElements] = {};
@@ -103,23 +88,29 @@ void SquareSums::SumCutBlock(int64_t block, ViewOf view) {
                    elements + (piece.parameter_offset - place.begin), piece.elements);
   });
   BlockSumsOfSquares(elements, DType::kFloat32, {&block_sums_[block], 1});
+  return layout_.spec().parameters[place.parameter].group;
 }
 
 std::vector<double> SquareSums::Combine(ViewOf view, ForEach for_each) {
-  // Blocks before spans: a cut span needs the sums of all its blocks, and some of them may be cut.
+  std::vector<ExactSum> sums(layout_.group_count());
+  for (size_t chunk = 0; chunk < chunk_sums_.size(); ++chunk) {
+    sums[layout_.chunks()[chunk].group].Add(chunk_sums_[chunk]);
+  }
+  Mutex mutex;
   const absl::Span<const int64_t> cut_blocks = blocks_.cut_blocks();
   ForEachShare(static_cast<int64_t>(cut_blocks.size()), kCutBlocksOfTask, for_each,
                [&](int64_t begin, int64_t end) {
-                 for (int64_t i = begin; i < end; ++i) SumCutBlock(cut_blocks[i], view);
-               });
-  const absl::Span<const int64_t> cut_spans = blocks_.cut_spans();
-  ForEachShare(static_cast<int64_t>(cut_spans.size()), kCutSpansOfTask, for_each,
-               [&](int64_t begin, int64_t end) {
+                 std::map<int, ExactSum> of_share;  // By group.
                  for (int64_t i = begin; i < end; ++i) {
-                   span_sums_[cut_spans[i]] = SumOfSpan(cut_spans[i]);
+                   const int group = SumCutBlock(cut_blocks[i], view);
+                   of_share[group].Add({&block_sums_[cut_blocks[i]], 1});
                  }
+                 const MutexLock lock(mutex);
+                 for (const auto& [group, sum] : of_share) sums[group].Add(sum);
                });
-  return blocks_.GroupSums(span_sums_);
+  std::vector<double> rounded;
+  for (const ExactSum& sum : sums) rounded.push_back(sum.Rounded());
+  return rounded;
 }
 
 }  // namespace ballast

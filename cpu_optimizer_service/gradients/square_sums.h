@@ -14,7 +14,8 @@
 #include "absl/functional/function_ref.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
+#include "cpu_optimizer_service/common/norm/norm_blocks.h"
 
 namespace ballast {
 
@@ -32,8 +33,8 @@ class SquareSums {
   void SumChunk(int chunk, const GradientView& gradient);
   // As of a chunk that holds only zeros.
   void ZeroChunk(int chunk);
-  // The sum of what lies whole in a chunk, in any order: most of what it adds to the group's.
-  double SumInChunk(int chunk) const;
+  // The sum of what lies whole in a chunk: most of what it adds to the group's.
+  double SumInChunk(int chunk) const { return chunk_sums_[chunk].Rounded(); }
 
   using ViewOf = absl::FunctionRef<GradientView(int chunk)>;
   // Runs body(0) ... body(count - 1), in any order, on any threads, and waits for them.
@@ -46,13 +47,13 @@ class SquareSums {
   double block_sum(int64_t block) const { return block_sums_[block]; }
 
  private:
-  void SumCutBlock(int64_t block, ViewOf view);
-  double SumOfSpan(int64_t span) const;
+  // Returns its group.
+  int SumCutBlock(int64_t block, ViewOf view);
 
   const Layout& layout_;
   const NormBlocks blocks_;
   std::vector<double> block_sums_;
-  std::vector<double> span_sums_;
+  std::vector<ExactSum> chunk_sums_;  // Of the blocks that lie whole in each.
 };
 
 }  // namespace ballast

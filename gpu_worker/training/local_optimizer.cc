@@ -21,11 +21,11 @@ constexpr int64_t kTrialElements = 1 << 16;  // Tried and looked at together.
 // The moments before the weight, which is not finite wherever one of them is not.
 constexpr std::array<absl::string_view, 3> kPlanes = {"exp_avg", "exp_avg_sq", "master"};
 
-absl::Status GatherDoubles(Collective& collective, absl::Span<const double> mine,
-                           absl::Span<double> all) {
+template <class T>
+absl::Status Gather(Collective& collective, absl::Span<const T> mine, absl::Span<T> all) {
   return collective.AllGather(
-      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)});
+      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(T)},
+      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(T)});
 }
 
 }  // namespace
@@ -67,13 +67,10 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
   // tables, so each knows what the others send.
   std::vector<bool> whole(blocks_.blocks(), false);
   for (int rank = 0; rank < layout.world_size(); ++rank) {
-    int64_t count = 0;
-    for (const WholeBlocks& run : whole_blocks_.emplace_back(FindWholeBlocks(rank))) {
+    for (const WholeBlocks& run : FindWholeBlocks(rank)) {
       std::fill_n(whole.begin() + run.first_block, run.place.blocks(), true);
       if (rank == collective_.rank()) my_whole_blocks_.push_back(run.place);
-      count += run.place.blocks();
     }
-    most_whole_blocks_ = std::max(most_whole_blocks_, count);
   }
   for (int64_t block = 0; block < blocks_.blocks(); ++block) {
     if (!whole[block]) other_blocks_.push_back(block);
@@ -92,7 +89,7 @@ absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
   }
   // The bounds are of all ranks' state, so that all ranks come to the same answer in CheckUpdate.
   std::vector<double> all(largest.size() * collective_.world_size());
-  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, largest, absl::MakeSpan(all)));
+  BALLAST_RETURN_IF_ERROR(Gather<double>(collective_, largest, absl::MakeSpan(all)));
   // Moments begin with zeros.
   bounds_.assign(groups_.size(), {.master = 0, .exp_avg = 0, .exp_avg_sq = 0});
   for (size_t i = 0; i < all.size(); ++i) {
@@ -233,36 +230,31 @@ std::vector<LocalOptimizer::WholeBlocks> LocalOptimizer::FindWholeBlocks(int ran
   return found;
 }
 
-absl::Status LocalOptimizer::GatherWholeBlocks() {
-  if (most_whole_blocks_ == 0) return absl::OkStatus();
-  const int world_size = collective_.world_size();
-  // An all-gather takes pieces of one size: that of the rank with the most.
-  sums_.of_rank.resize(most_whole_blocks_);
-  int64_t mine = 0;
-  for (const BlocksInChunks& run : my_whole_blocks_) mine += run.blocks();
-  BALLAST_RETURN_IF_ERROR(
-      arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(sums_.of_rank).first(mine)));
+absl::Status LocalOptimizer::AddWholeBlocks(std::vector<ExactSum>& sums) {
+  int64_t blocks = 0;
+  for (const BlocksInChunks& run : my_whole_blocks_) blocks += run.blocks();
+  my_block_sums_.resize(blocks);
+  BALLAST_RETURN_IF_ERROR(arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(my_block_sums_)));
   // The sums are on the host from here on.
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
-  if (world_size > 1) {
-    sums_.of_ranks.resize(most_whole_blocks_ * world_size);
-    BALLAST_RETURN_IF_ERROR(
-        GatherDoubles(collective_, sums_.of_rank, absl::MakeSpan(sums_.of_ranks)));
+  absl::Span<const double> next = my_block_sums_;
+  for (const BlocksInChunks& run : my_whole_blocks_) {
+    sums[layout_.chunks()[run.chunk].group].Add(next.first(run.blocks()));
+    next.remove_prefix(run.blocks());
   }
-  const std::vector<double>& all = world_size > 1 ? sums_.of_ranks : sums_.of_rank;
-  for (int rank = 0; rank < world_size; ++rank) {
-    // A rank's sums are in the order of its runs, and after the last of them is what fills up to
-    // the common size, which is not read.
-    auto from = all.begin() + rank * most_whole_blocks_;
-    for (const WholeBlocks& run : whole_blocks_[rank]) {
-      std::copy_n(from, run.place.blocks(), sums_.of_blocks.begin() + run.first_block);
-      from += run.place.blocks();
-    }
+  if (collective_.world_size() == 1) return absl::OkStatus();
+  std::vector<ExactSum::Words> mine;
+  for (const ExactSum& sum : sums) mine.push_back(sum.words());
+  std::vector<ExactSum::Words> all(mine.size() * collective_.world_size());
+  BALLAST_RETURN_IF_ERROR(Gather<ExactSum::Words>(collective_, mine, absl::MakeSpan(all)));
+  std::fill(sums.begin(), sums.end(), ExactSum());
+  for (size_t i = 0; i < all.size(); ++i) {
+    sums[i % sums.size()].Add(ExactSum::FromWords(all[i]));
   }
   return absl::OkStatus();
 }
 
-absl::Status LocalOptimizer::GatherOtherBlocks() {
+absl::Status LocalOptimizer::AddOtherBlocks(std::vector<ExactSum>& sums) {
   // It visits the pieces of all cut blocks in one order on all ranks: each sends its own in this
   // order, and takes the others' in it.
   const auto visit_pieces = [&](auto&& visit) {
@@ -292,9 +284,7 @@ absl::Status LocalOptimizer::GatherOtherBlocks() {
   // ReadGradient promises the values only now.
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   std::vector<float> all(most * world_size);
-  BALLAST_RETURN_IF_ERROR(collective_.AllGather(
-      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(float)},
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(float)}));
+  BALLAST_RETURN_IF_ERROR(Gather<float>(collective_, mine, absl::MakeSpan(all)));
   std::vector<float> values;  // Of one block.
   // These are the elements taken from each rank so far.
   std::vector<int64_t> taken(world_size, 0);
@@ -304,11 +294,12 @@ absl::Status LocalOptimizer::GatherOtherBlocks() {
     const auto from = all.begin() + rank * most + taken[rank];
     values.insert(values.end(), from, from + piece.elements);
     taken[rank] += piece.elements;
+    if (piece.parameter_offset + piece.elements < place.end) return;
     // The sum is made from the elements, and not from sums of parts: additions in another order
-    // give other bits. It is computed with each piece of the block; what the last one leaves is the
-    // result.
-    sums_.of_blocks[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
-                                                        static_cast<int64_t>(values.size()));
+    // give other bits.
+    const double sum = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
+                                                  static_cast<int64_t>(values.size()));
+    sums[layout_.spec().parameters[place.parameter].group].Add({&sum, 1});
   });
   return absl::OkStatus();
 }
@@ -318,17 +309,12 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
     // A chunk that had empty pushes alone may still have the gradient of an earlier step.
     if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
   }
-  sums_.of_blocks.resize(blocks_.blocks());
-  BALLAST_RETURN_IF_ERROR(GatherWholeBlocks());
-  BALLAST_RETURN_IF_ERROR(GatherOtherBlocks());
-  std::vector<double> span_sums(blocks_.spans());
-  for (int64_t span = 0; span < blocks_.spans(); ++span) {
-    // The order is that of gradient_norm.h, which gives the bits of the service.
-    const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
-    span_sums[span] = SumInOrder(
-        absl::MakeConstSpan(sums_.of_blocks).subspan(blocks.begin, blocks.end - blocks.begin));
-  }
-  return blocks_.GroupSums(span_sums);
+  std::vector<ExactSum> sums(groups_.size());
+  BALLAST_RETURN_IF_ERROR(AddWholeBlocks(sums));
+  BALLAST_RETURN_IF_ERROR(AddOtherBlocks(sums));
+  std::vector<double> rounded;
+  for (const ExactSum& sum : sums) rounded.push_back(sum.Rounded());
+  return rounded;
 }
 
 absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps,
@@ -399,7 +385,7 @@ absl::StatusOr<std::string> LocalOptimizer::TryUpdate(absl::Span<StateBounds> bo
   }
   const size_t fields = mine.values.size();
   std::vector<double> all(fields * collective_.world_size());
-  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, mine.values, absl::MakeSpan(all)));
+  BALLAST_RETURN_IF_ERROR(Gather<double>(collective_, mine.values, absl::MakeSpan(all)));
   for (StateBounds& of_group : bounds) {
     // These bounds are measured and not estimated: each becomes the largest value that the update
     // leaves.

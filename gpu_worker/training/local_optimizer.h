@@ -12,7 +12,8 @@
 
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
-#include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
+#include "cpu_optimizer_service/common/norm/norm_blocks.h"
 #include "cpu_optimizer_service/common/state_bounds.h"
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/training/local_arithmetic.h"
@@ -61,9 +62,9 @@ class LocalOptimizer final : public StepOptimizer {
     int64_t first_block = 0;
   };
   std::vector<WholeBlocks> FindWholeBlocks(int rank) const;
-  // Of all whole blocks and of all others, from all ranks.
-  absl::Status GatherWholeBlocks();
-  absl::Status GatherOtherBlocks();
+  // Adds all whole blocks, and all others, from all ranks. `sums`: by group.
+  absl::Status AddWholeBlocks(std::vector<ExactSum>& sums);
+  absl::Status AddOtherBlocks(std::vector<ExactSum>& sums);
   // The sums of squares of the groups.
   absl::StatusOr<std::vector<double>> GatherGroupSums();
   // The bounds of the state after the decided update; or why it is a skip.
@@ -87,16 +88,9 @@ class LocalOptimizer final : public StepOptimizer {
   std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
   std::vector<Entry> ledger_;      // By chunk; only this rank's are used.
   const NormBlocks blocks_;
-  std::vector<std::vector<WholeBlocks>> whole_blocks_;  // By rank.
-  std::vector<BlocksInChunks> my_whole_blocks_;         // The places of this rank's.
-  int64_t most_whole_blocks_ = 0;                       // Of any rank.
+  std::vector<BlocksInChunks> my_whole_blocks_;
+  std::vector<double> my_block_sums_;  // Kept, because they are large for a large model.
   std::vector<int64_t> other_blocks_;
-  // Kept, because they are large for a large model: the blocks' sums, and those on their way here.
-  struct Sums {
-    std::vector<double> of_blocks;
-    std::vector<double> of_rank;
-    std::vector<double> of_ranks;
-  } sums_;
   GradientScale scale_;       // In the open step, like the next two.
   std::vector<double> used_;  // By parameter: the number of micro-steps that used it.
   Decision decision_;

@@ -30,7 +30,8 @@ ALLOWED = {
 ROOMS = {
     "cpu_optimizer_service": ("front", "job/impl", "job/update", "job/state", "job/kept", "job/core", "job", "job/step",
                               "state", "gradients", "kernels", "host", "common/history",
-                              "common/plan", "common/text", "common/system", "common/limits", "common"),
+                              "common/plan", "common/norm", "common/text", "common/system", "common/limits",
+                              "common"),
     "server": ("ballastd", "holder", "status", "jobs", "train", "shared_memory", "front", "access"),
     "client": ("cli/support", "cli", "cli/terminal", "c_api", "tensors", "calls", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",

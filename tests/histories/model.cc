@@ -6,6 +6,7 @@
 
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/reason.h"
 
 namespace ballast::histories {
@@ -146,18 +147,17 @@ std::vector<std::vector<float>> Model::SumGradients(const Attempt& attempt) cons
 std::vector<double> Model::GroupSums(const std::vector<std::vector<float>>& gradients) const {
   std::vector<double> group_sums;
   for (size_t group = 0; group < job_.groups.size(); ++group) {
-    std::vector<double> parameter_sums;
+    ExactSum sum;
     for (size_t p = 0; p < job_.parameters.size(); ++p) {
       if (job_.parameters[p].group != static_cast<int>(group)) continue;
       const auto elements = static_cast<int64_t>(gradients[p].size());
-      std::vector<double> blocks;
       for (int64_t at = 0; at < elements; at += kBlockElements) {
-        blocks.push_back(BlockSumOfSquaresReference(gradients[p].data() + at, DType::kFloat32,
-                                                    std::min(kBlockElements, elements - at)));
+        const double block = BlockSumOfSquaresReference(gradients[p].data() + at, DType::kFloat32,
+                                                        std::min(kBlockElements, elements - at));
+        sum.Add({&block, 1});
       }
-      parameter_sums.push_back(ParameterSum(blocks));
     }
-    group_sums.push_back(SumInOrder(parameter_sums));
+    group_sums.push_back(sum.Rounded());
   }
   return group_sums;
 }

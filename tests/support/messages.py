@@ -17,7 +17,8 @@ import tempfile
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 MASKS = ((r"(127\.0\.0\.[0-9]+|\[::1\]):[0-9]+", r"\1:PORT"),
          (rf"(/tmp|{re.escape(tempfile.gettempdir())})/[\w.-]+", "/tmp/DIR"),
-         (r"\b[0-9a-f]{32,}\b", "UID"), (r"\b[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:.]+", "TIME"), ("\n", r"\\n"))
+         (r"\b[0-9a-f]{32,}\b", "UID"), (r"\b[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:.]+", "TIME"),
+         (r"\b(needed|needs|used|limit) [1-9][0-9]* bytes", r"\1 N bytes"), ("\n", r"\\n"))
 _taken = {}  # The messages of the tests that run, by Class.test.
 
 

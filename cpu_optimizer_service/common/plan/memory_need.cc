@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-#include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
+#include "cpu_optimizer_service/common/norm/norm_blocks.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
@@ -75,9 +76,8 @@ int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
 }
 
 int64_t SquareSumBytes(const Layout& layout) {
-  return NormBlocks::Bytes(layout) +
-         NormBlocks::CountOf(layout, kBlockElements) * int64_t{sizeof(double)} +
-         NormBlocks::CountOf(layout, kSpanElements) * int64_t{sizeof(double)};
+  return NormBlocks::Bytes(layout) + NormBlocks::CountOf(layout) * int64_t{sizeof(double)} +
+         static_cast<int64_t>(layout.chunks().size() * sizeof(ExactSum));
 }
 
 int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout) {

@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "tests/client/job_for_tests.h"
 
 namespace ballast::client {
@@ -71,18 +72,17 @@ class ReferenceRun {
     std::vector<double> group_sums;
     for (int group = 0; group < layout_.group_count(); ++group) {
       sums.push_back(SumOfMicroSteps(step, micro_steps, group));
-      std::vector<double> parameter_sums;
+      ExactSum sum;
       for (const int parameter : layout_.parameters_of_group(group)) {
         const ParameterPlace& place = layout_.place(parameter);
-        std::vector<double> blocks;
         for (int64_t at = 0; at < place.elements; at += kBlockElements) {
-          blocks.push_back(
+          const double block =
               BlockSumOfSquaresReference(sums.back().data() + place.offset + at, DType::kFloat32,
-                                         std::min(kBlockElements, place.elements - at)));
+                                         std::min(kBlockElements, place.elements - at));
+          sum.Add({&block, 1});
         }
-        parameter_sums.push_back(ParameterSum(blocks));
       }
-      group_sums.push_back(SumInOrder(parameter_sums));
+      group_sums.push_back(sum.Rounded());
     }
     const Decision decision = Decide(group_sums, scale, SmallVote().clipping);
     if (!decision.apply) return decision;

@@ -1,6 +1,5 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -9,6 +8,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/floating_point_mode.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -82,7 +82,11 @@ TEST(BlockSumOfSquares, ReadsEveryFormat) {
 Decision DecideOn(const std::vector<std::vector<double>>& sums, const GradientScale& scale,
                   double max_norm) {
   std::vector<double> group_sums;
-  for (const std::vector<double>& block_sums : sums) group_sums.push_back(ParameterSum(block_sums));
+  for (const std::vector<double>& block_sums : sums) {
+    ExactSum sum;
+    sum.Add(block_sums);
+    group_sums.push_back(sum.Rounded());
+  }
   return Decide(group_sums, scale, {.max_norm = max_norm});
 }
 
@@ -121,46 +125,6 @@ TEST(Decide, SkipsWhenTheNormIsNotFinite) {
     EXPECT_FALSE(std::isfinite(decision.norm));
     EXPECT_THAT(decision.multipliers, testing::IsEmpty());
   }
-}
-
-TEST(Decide, AddsBlocksLeftToRight) {
-  // In any other order the two small ones would be seen.
-  EXPECT_EQ(DecideOn({{0x1p60, 1.0, 1.0, 1.0}}, {}, 0).norm, 0x1p30);
-  EXPECT_GT(DecideOn({{256.0, 256.0, 0x1p60}}, {}, 0).norm, 0x1p30);
-}
-
-TEST(ParameterSum, AddsSpansAfterTheBlocksOfEach) {
-  // 2^60 swallows a single 1 but not the sum of a span of them.
-  std::vector<double> sums(3 * kSpanBlocks, 1.0);
-  sums[0] = 0x1p60;
-  double expected = 0x1p60;                               // The first span's ones are lost,
-  for (int span = 0; span < 2; ++span) expected += 64.0;  // as are two sums that follow,
-  EXPECT_EQ(ParameterSum(sums), expected);
-  sums[0] = 1.0;
-  sums[2 * kSpanBlocks] = 0x1p59;
-  EXPECT_EQ(ParameterSum(sums), 128.0 + 0x1p59);  // which count when they come first.
-  double left_to_right = 0;
-  for (const double sum : sums) left_to_right += sum;
-  EXPECT_EQ(left_to_right, 0x1p59 + 128.0);
-}
-
-TEST(ParameterSum, EqualsTheWrittenOrderForAnyNumberOfBlocks) {
-  std::mt19937_64 random(7);
-  int differ = 0;
-  for (const int64_t blocks : {0, 1, 63, 64, 65, 128, 1000}) {
-    std::vector<double> sums(blocks);
-    for (double& sum : sums) sum = std::ldexp(1.0 + 1e-9 * static_cast<double>(random() % 1000), 0);
-    double expected = 0;
-    for (int64_t begin = 0; begin < blocks; begin += 64) {
-      double span = 0;
-      for (int64_t block = begin; block < std::min(begin + 64, blocks); ++block)
-        span += sums[block];
-      expected += span;
-    }
-    EXPECT_EQ(ParameterSum(sums), expected) << blocks;
-    differ += expected != SumInOrder(sums) ? 1 : 0;
-  }
-  EXPECT_GT(differ, 0);  // The order shows.
 }
 
 TEST(Decide, TakesGroupsWithoutBlocks) {

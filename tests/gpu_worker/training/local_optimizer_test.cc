@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "gpu_worker/base/random.h"
 #include "gpu_worker/buckets/gradient_staging.h"
 #include "gpu_worker/collective/single_collective.h"
@@ -278,23 +279,22 @@ TEST(LocalOptimizer, ClipsByTheGlobalNorm) {
   EXPECT_NEAR(decision.clip_coefficient, 0.5 / decision.norm, 1e-6);
 }
 
-TEST(LocalOptimizer, TheNormIsThatOfTheWrittenOrderWhereChunksAndRanksCutBlocks) {
+TEST(LocalOptimizer, TheNormIsThatOfWholeParametersWhereChunksAndRanksCutBlocks) {
   constexpr int64_t kFirst = 333;
   std::vector<double> group_sums;
   for (int group = 0; group < 2; ++group) {
-    std::vector<double> parameter_sums;
+    ExactSum sum;
     for (const auto& [offset, elements] :
          {std::pair(int64_t{0}, kFirst), {kFirst, kElements - 10 - kFirst}}) {
       std::vector<float> values;
       for (int64_t i = 0; i < elements; ++i) values.push_back(RandomNormal(3, group, offset + i));
-      std::vector<double> blocks;
       for (int64_t at = 0; at < elements; at += kBlockElements) {
-        blocks.push_back(BlockSumOfSquaresReference(values.data() + at, DType::kFloat32,
-                                                    std::min(kBlockElements, elements - at)));
+        const double block = BlockSumOfSquaresReference(values.data() + at, DType::kFloat32,
+                                                        std::min(kBlockElements, elements - at));
+        sum.Add({&block, 1});
       }
-      parameter_sums.push_back(ParameterSum(blocks));
     }
-    group_sums.push_back(SumInOrder(parameter_sums));
+    group_sums.push_back(sum.Rounded());
   }
   const double expected = GlobalNorm(group_sums, {.divisors = {4, 8}});
   for (const int world_size : {1, 2, 3}) {

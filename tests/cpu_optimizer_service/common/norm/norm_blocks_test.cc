@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/norm/norm_blocks.h"
 
 #include <gtest/gtest.h>
 
@@ -24,11 +24,10 @@ LayoutSpec Spec(const std::vector<int64_t>& sizes, int world_size, int64_t bucke
   return spec;
 }
 
-// Each block, and each span, lies whole in one chunk or is cut.
+// Each block lies whole in one chunk or is cut.
 void ExpectOnceEach(const Layout& layout) {
   const NormBlocks blocks(layout);
   std::vector<int> block_seen(blocks.blocks(), 0);
-  std::vector<int> span_seen(blocks.spans(), 0);
   for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
     layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
       const NormBlocks::WholeBlocks whole = blocks.WholeIn(piece);
@@ -42,18 +41,10 @@ void ExpectOnceEach(const Layout& layout) {
       }
       ASSERT_EQ(at, whole.chunk_offset + whole.elements);
       ASSERT_LE(at, piece.chunk_offset + piece.elements);
-      for (int64_t span = whole.spans.begin; span < whole.spans.end; ++span) {
-        ++span_seen[span];
-        const NormBlocks::Range of_span = blocks.BlocksOfSpan(span);
-        ASSERT_LE(whole.blocks.begin, of_span.begin);
-        ASSERT_LE(of_span.end, whole.blocks.end);
-      }
     });
   }
   for (const int64_t block : blocks.cut_blocks()) ++block_seen[block];
-  for (const int64_t span : blocks.cut_spans()) ++span_seen[span];
   EXPECT_EQ(std::count(block_seen.begin(), block_seen.end(), 1), blocks.blocks());
-  EXPECT_EQ(std::count(span_seen.begin(), span_seen.end(), 1), blocks.spans());
 }
 
 TEST(NormBlocks, LieWholeInOneChunkOrAreCutWhereverTheEdgesAre) {
@@ -61,45 +52,28 @@ TEST(NormBlocks, LieWholeInOneChunkOrAreCutWhereverTheEdgesAre) {
     ExpectOnceEach(
         Layout::Create(Spec({before, 1000, 0, 1, 77, 512}, 3, 512, kBlockElements)).value());
   }
-  for (const int64_t before : {int64_t{0}, int64_t{1}, int64_t{256}, kSpanElements}) {
-    for (const int64_t chunk : {int64_t{1024}, kSpanElements, 3 * kSpanElements}) {
-      ExpectOnceEach(Layout::Create(Spec({before, 5 * kSpanElements + 77, 3 * kSpanElements}, 2,
-                                         100000, chunk))
-                         .value());
+  for (const int64_t before : {0, 1, 256, 300}) {
+    for (const int64_t chunk : {256, 1024, 12800}) {
+      ExpectOnceEach(Layout::Create(Spec({before, 80077, 50000}, 2, 100000, chunk)).value());
     }
   }
 }
 
 TEST(NormBlocks, AreThoseOfEachParameterAlone) {
-  const Layout layout = Layout::Create(Spec({300, 0, kSpanElements + 1}, 1, 1 << 20, 512)).value();
+  const Layout layout = Layout::Create(Spec({300, 0, 1001}, 1, 1 << 20, 512)).value();
   const NormBlocks blocks(layout);
-  EXPECT_EQ(blocks.blocks(), 2 + 0 + kSpanBlocks + 1);
-  EXPECT_EQ(blocks.spans(), 1 + 0 + 2);
+  EXPECT_EQ(blocks.blocks(), 2 + 0 + 4);
   EXPECT_EQ(blocks.BlocksOfParameter(1).begin, blocks.BlocksOfParameter(1).end);
   const NormBlocks::Place last = blocks.PlaceOfBlock(blocks.blocks() - 1);
   EXPECT_EQ(last.parameter, 2);
-  EXPECT_EQ(last.begin, kSpanElements);
-  EXPECT_EQ(last.end, kSpanElements + 1);
-  EXPECT_EQ(blocks.BlocksOfSpan(1).begin, 2);
-  EXPECT_EQ(blocks.BlocksOfSpan(1).end, 2 + kSpanBlocks);
+  EXPECT_EQ(last.begin, 768);
+  EXPECT_EQ(last.end, 1001);
 }
 
 TEST(NormBlocks, OfFrozenParametersThereAreNone) {
   LayoutSpec spec = Spec({300, 300}, 1, 1 << 20, 512);
   spec.parameters.push_back({.name = "frozen", .shape = {1000}, .trainable = false});
   EXPECT_EQ(NormBlocks(Layout::Create(spec).value()).blocks(), 4);
-}
-
-TEST(NormBlocks, GroupsAreSummedInTheOrderOfDeclaration) {
-  LayoutSpec spec = Spec({1, 1, 1, 1}, 1, 1 << 20, 512);
-  spec.group_count = 2;
-  spec.parameters[1].group = 1;
-  spec.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 256},
-                     {.rank = 0, .group = 1, .begin = 0, .end = 256}};
-  const Layout layout = Layout::Create(spec).value();
-  // In any other order the two small ones would be seen.
-  const std::vector<double> sums = {0x1p53, 5.0, 1.0, 1.0};
-  EXPECT_EQ(NormBlocks(layout).GroupSums(sums), (std::vector<double>{0x1p53, 5.0}));
 }
 
 }  // namespace
