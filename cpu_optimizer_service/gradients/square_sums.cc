@@ -33,13 +33,14 @@ double SumShortBlock(const std::byte* gradient, DType dtype, int64_t elements) {
 }
 
 // Calls body(begin, end) for all of [0, count), by tasks where there is enough for several.
-void ForEachShare(int64_t count, int64_t share, SquareSums::ForEach for_each,
+void ForEachShare(int64_t count, SquareSums::ForEach for_each,
                   absl::FunctionRef<void(int64_t begin, int64_t end)> body) {
   // How the work is cut into tasks changes no bit: blocks are summed by themselves, and added
   // without rounding.
-  if (count <= share) return body(0, count);
-  for_each(DivideUp(count, share),
-           [&](int64_t task) { body(task * share, std::min((task + 1) * share, count)); });
+  if (count <= kCutBlocksOfTask) return body(0, count);
+  for_each(DivideUp(count, kCutBlocksOfTask), [&](int64_t task) {
+    body(task * kCutBlocksOfTask, std::min((task + 1) * kCutBlocksOfTask, count));
+  });
 }
 
 }  // namespace
@@ -98,19 +99,16 @@ std::vector<double> SquareSums::Combine(ViewOf view, ForEach for_each) {
   }
   Mutex mutex;
   const absl::Span<const int64_t> cut_blocks = blocks_.cut_blocks();
-  ForEachShare(static_cast<int64_t>(cut_blocks.size()), kCutBlocksOfTask, for_each,
-               [&](int64_t begin, int64_t end) {
-                 std::map<int, ExactSum> of_share;  // By group.
-                 for (int64_t i = begin; i < end; ++i) {
-                   const int group = SumCutBlock(cut_blocks[i], view);
-                   of_share[group].Add({&block_sums_[cut_blocks[i]], 1});
-                 }
-                 const MutexLock lock(mutex);
-                 for (const auto& [group, sum] : of_share) sums[group].Add(sum);
-               });
-  std::vector<double> rounded;
-  for (const ExactSum& sum : sums) rounded.push_back(sum.Rounded());
-  return rounded;
+  ForEachShare(static_cast<int64_t>(cut_blocks.size()), for_each, [&](int64_t begin, int64_t end) {
+    std::map<int, ExactSum> of_share;  // By group.
+    for (int64_t i = begin; i < end; ++i) {
+      const int group = SumCutBlock(cut_blocks[i], view);
+      of_share[group].Add(block_sums_[cut_blocks[i]]);
+    }
+    const MutexLock lock(mutex);
+    for (const auto& [group, sum] : of_share) sums[group].Add(sum);
+  });
+  return Rounded(sums);
 }
 
 }  // namespace ballast

@@ -297,9 +297,8 @@ absl::Status LocalOptimizer::AddOtherBlocks(std::vector<ExactSum>& sums) {
     if (piece.parameter_offset + piece.elements < place.end) return;
     // The sum is made from the elements, and not from sums of parts: additions in another order
     // give other bits.
-    const double sum = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
-                                                  static_cast<int64_t>(values.size()));
-    sums[layout_.spec().parameters[place.parameter].group].Add({&sum, 1});
+    sums[layout_.spec().parameters[place.parameter].group].Add(BlockSumOfSquaresReference(
+        values.data(), DType::kFloat32, static_cast<int64_t>(values.size())));
   });
   return absl::OkStatus();
 }
@@ -312,9 +311,7 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
   std::vector<ExactSum> sums(groups_.size());
   BALLAST_RETURN_IF_ERROR(AddWholeBlocks(sums));
   BALLAST_RETURN_IF_ERROR(AddOtherBlocks(sums));
-  std::vector<double> rounded;
-  for (const ExactSum& sum : sums) rounded.push_back(sum.Rounded());
-  return rounded;
+  return Rounded(sums);
 }
 
 absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps,

@@ -8,6 +8,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "tests/support/block_sums.h"
 
 namespace ballast::histories {
 
@@ -150,12 +151,7 @@ std::vector<double> Model::GroupSums(const std::vector<std::vector<float>>& grad
     ExactSum sum;
     for (size_t p = 0; p < job_.parameters.size(); ++p) {
       if (job_.parameters[p].group != static_cast<int>(group)) continue;
-      const auto elements = static_cast<int64_t>(gradients[p].size());
-      for (int64_t at = 0; at < elements; at += kBlockElements) {
-        const double block = BlockSumOfSquaresReference(gradients[p].data() + at, DType::kFloat32,
-                                                        std::min(kBlockElements, elements - at));
-        sum.Add({&block, 1});
-      }
+      AddBlocks(gradients[p], sum);
     }
     group_sums.push_back(sum.Rounded());
   }

@@ -32,7 +32,7 @@ std::string Masked(absl::string_view message) {
       {std::regex(R"(\b[0-9a-f]{32}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b)"), "UID"},
       {std::regex(R"(\.partial-[0-9a-f]+)"), ".partial-UID"},
       {std::regex(R"(\bprocess [0-9]+)"), "process PID"},
-      // A job's bytes change with the code.
+      // A job's bytes.
       {std::regex("(needed|needs|used|limit) [1-9][0-9]* bytes"), "$1 N bytes"},
       {std::regex("[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8} [0-9]{4} GMT"), "TIME"},
       {std::regex("\n"), "\\n"}};

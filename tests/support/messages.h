@@ -6,8 +6,9 @@
 //
 // A test says code and reason. The whole message is compared with the test's next line in
 // tests/COMPONENT/messages.txt: "Suite.Test: message". What differs from run to run is masked
-// there: ports, temporary paths, uids, times, a job's bytes. After a message was reworded, one run with
-// BALLAST_UPDATE_GOLDEN=1 in the environment, from the root, writes the lines of the tests that run.
+// there: ports, temporary paths, uids, times. So are a job's bytes, which change with the code.
+// After a message was reworded, one run with BALLAST_UPDATE_GOLDEN=1 in the environment, from the
+// root, writes the lines of the tests that run.
 // From one thread at a time, and not of messages that depend on who is faster.
 #ifndef BALLAST_TESTS_SUPPORT_MESSAGES_H_
 #define BALLAST_TESTS_SUPPORT_MESSAGES_H_

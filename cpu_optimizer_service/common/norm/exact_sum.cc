@@ -104,4 +104,11 @@ double ExactSum::Rounded() const {
   return std::bit_cast<double>((exponent << kMantissaBits) + mantissa);
 }
 
+std::vector<double> Rounded(absl::Span<const ExactSum> sums) {
+  std::vector<double> rounded;
+  rounded.reserve(sums.size());
+  for (const ExactSum& sum : sums) rounded.push_back(sum.Rounded());
+  return rounded;
+}
+
 }  // namespace ballast

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "absl/types/span.h"
 
@@ -20,6 +21,7 @@ class ExactSum {
   // Each is 0 or more, and a multiple of 2^-298 below 2^265, such as
   // BlockSumOfSquaresReference; or not finite.
   void Add(absl::Span<const double> values);
+  void Add(double value) { Add(absl::MakeConstSpan(&value, 1)); }
   void Add(const ExactSum& other);
   // To nearest, ties to even. NaN if a value was; otherwise infinity if a value was.
   double Rounded() const;
@@ -42,6 +44,8 @@ class ExactSum {
 
   Words words_ = {};
 };
+
+std::vector<double> Rounded(absl::Span<const ExactSum> sums);
 
 }  // namespace ballast
 

@@ -16,6 +16,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "tests/client/job_for_tests.h"
+#include "tests/support/block_sums.h"
 
 namespace ballast::client {
 
@@ -75,12 +76,7 @@ class ReferenceRun {
       ExactSum sum;
       for (const int parameter : layout_.parameters_of_group(group)) {
         const ParameterPlace& place = layout_.place(parameter);
-        for (int64_t at = 0; at < place.elements; at += kBlockElements) {
-          const double block =
-              BlockSumOfSquaresReference(sums.back().data() + place.offset + at, DType::kFloat32,
-                                         std::min(kBlockElements, place.elements - at));
-          sum.Add({&block, 1});
-        }
+        AddBlocks(absl::MakeConstSpan(sums.back()).subspan(place.offset, place.elements), sum);
       }
       group_sums.push_back(sum.Rounded());
     }

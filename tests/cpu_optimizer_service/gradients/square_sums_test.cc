@@ -15,6 +15,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/host/task_pool.h"
+#include "tests/support/block_sums.h"
 
 namespace ballast {
 namespace {
@@ -45,12 +46,7 @@ LayoutSpec Spec(const Values& values, const Cut& cut) {
 double Expected(const Values& values) {
   ExactSum sum;
   for (auto parameter = values.rbegin(); parameter != values.rend(); ++parameter) {
-    const auto elements = static_cast<int64_t>(parameter->size());
-    for (int64_t at = 0; at < elements; at += kBlockElements) {
-      const double block = BlockSumOfSquaresReference(parameter->data() + at, DType::kFloat32,
-                                                      std::min(kBlockElements, elements - at));
-      sum.Add({&block, 1});
-    }
+    AddBlocks(*parameter, sum);
   }
   return sum.Rounded();
 }
@@ -222,8 +218,7 @@ TEST(SquareSums, AreWithinTwoToTheMinus48OfTheSumOfTheSquares) {
     ExactSum exact;  // A square of fp32 has at most 48 bits.
     for (const std::vector<float>& parameter : values) {
       for (const float value : parameter) {
-        const double square = double{value} * double{value};
-        exact.Add({&square, 1});
+        exact.Add(double{value} * double{value});
       }
     }
     const double expected = exact.Rounded();

@@ -21,6 +21,7 @@
 #include "gpu_worker/training/scalar_arithmetic.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/gpu_worker/collective/ranks.h"
+#include "tests/support/block_sums.h"
 #include "tests/support/messages.h"
 #include "tests/support/plain_adamw.h"
 
@@ -288,11 +289,7 @@ TEST(LocalOptimizer, TheNormIsThatOfWholeParametersWhereChunksAndRanksCutBlocks)
          {std::pair(int64_t{0}, kFirst), {kFirst, kElements - 10 - kFirst}}) {
       std::vector<float> values;
       for (int64_t i = 0; i < elements; ++i) values.push_back(RandomNormal(3, group, offset + i));
-      for (int64_t at = 0; at < elements; at += kBlockElements) {
-        const double block = BlockSumOfSquaresReference(values.data() + at, DType::kFloat32,
-                                                        std::min(kBlockElements, elements - at));
-        sum.Add({&block, 1});
-      }
+      AddBlocks(values, sum);
     }
     group_sums.push_back(sum.Rounded());
   }

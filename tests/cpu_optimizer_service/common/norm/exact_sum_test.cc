@@ -68,11 +68,19 @@ TEST(ExactSum, RoundsTiesToEven) {
   EXPECT_EQ(SumOf({0.0, 0x1p-298, 0.0}), 0x1p-298);
 }
 
+TEST(ExactSum, CarriesFromItsLowestBitToItsHighest) {
+  ExactSum::Words words = {};
+  std::fill_n(words.begin(), 9, ~uint64_t{0});
+  ExactSum sum = ExactSum::FromWords(words);
+  sum.Add(0x1p-298);
+  EXPECT_EQ(sum.words(), (ExactSum::Words{0, 0, 0, 0, 0, 0, 0, 0, 0, 1}));
+}
+
 TEST(ExactSum, HoldsAsManyOfTheLargestAsThereCanBe) {
   const double largest =
       256 * std::pow(double{std::numeric_limits<float>::max()}, 2);  // A block's sum.
   ExactSum sum;
-  sum.Add({&largest, 1});
+  sum.Add(largest);
   for (int i = 0; i < 34; ++i) sum.Add(ExactSum(sum));
   EXPECT_EQ(sum.Rounded(), largest * 0x1p34);
 }
@@ -85,7 +93,7 @@ TEST(ExactSum, IsAsLittleFiniteAsItsValues) {
   EXPECT_TRUE(std::isnan(SumOf({1.0, -kNan})));
   for (const double value : {kInf, kNan}) {
     ExactSum sum, other;
-    other.Add({&value, 1});
+    other.Add(value);
     for (int i = 0; i < 3; ++i) sum.Add(other);
     EXPECT_FALSE(std::isfinite(sum.Rounded()));
     EXPECT_EQ(std::isnan(sum.Rounded()), std::isnan(value));
