@@ -317,10 +317,9 @@ int32_t ballast_get_info(const ballast_session* session, ballast_info* info);
 /* The trainer's state of the last committed step: its size, and up to `capacity` bytes of it. */
 int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t capacity,
                               size_t* bytes);
-/* A rank's chunks in order: their number, and up to `capacity` of them. With a mesh a session
- * knows only its own rank's; other ranks have 0 here. */
-int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
-                       size_t capacity, size_t* count);
+/* This rank's chunks in order: their number, and up to `capacity` of them. */
+int32_t ballast_chunks(const ballast_session* session, ballast_chunk* out, size_t capacity,
+                       size_t* count);
 /* The pieces of one of this rank's chunks, in order: their number, and up to `capacity` of them.
  * Elements outside all pieces are padding: zeros in a gradient. */
 int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_piece* out,

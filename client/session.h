@@ -208,8 +208,7 @@ class Session {
   static absl::Status DeleteCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
                                        const std::string& checkpoint, const std::string& uid = "");
 
-  // A chunk's name is its index in the layout. For a job with a mesh it has only this rank's chunks
-  // (Layout::CreateForRank).
+  // Of this rank alone (Layout::CreateForRanks). A chunk's name is its index in it.
   virtual const Layout& layout() const = 0;
   virtual bool awaiting_weights() const = 0;
   virtual uint64_t committed_step() const = 0;
@@ -233,7 +232,7 @@ class Session {
   // With null SessionOptions::weights: a chunk's weights in the return dtype. Valid from on_weights
   // (or the return of ReceiveWeights or ReadWeights) until the chunk's final (or may_guess) push in
   // the next step. After that push other weights may be written there. So they are not valid after
-  // a skipped step. Empty otherwise, and for another rank's chunk. May be called from any thread;
+  // a skipped step. Empty otherwise. May be called from any thread;
   // the places are constant for the session.
   virtual absl::Span<const std::byte> weights_memory(int chunk) const = 0;
 

@@ -224,16 +224,20 @@ void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
                         std::round(10 * std::chrono::duration<double>(took).count()) / 10, " s")});
 }
 
-void Engine::CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done) {
+void Engine::CreateJob(JobSpec spec, Derivation derivation, Seat seat,
+                       Done<std::shared_ptr<Job>> done) {
   if (impl_->draining.load()) {
     return std::move(done)(
         WithReason(absl::UnavailableError("the service is stopping and takes no new jobs"),
                    reason::kStopping));
   }
   const std::string name = spec.name;
-  const absl::StatusOr<std::shared_ptr<JobImpl>> job = JobImpl::Describe(
-      {.uid = MakeJobUid(), .spec = std::move(spec), .derivation = std::move(derivation)},
-      impl_->environment);
+  const absl::StatusOr<std::shared_ptr<JobImpl>> job =
+      JobImpl::Describe({.uid = seat.uid.empty() ? MakeJobUid() : std::move(seat.uid),
+                         .spec = std::move(spec),
+                         .derivation = std::move(derivation),
+                         .member = seat.member},
+                        impl_->environment);
   if (!job.ok()) return std::move(done)(job.status());
   // The name is taken before memory is allocated, so that of two calls for one name only one
   // allocates.

@@ -72,8 +72,16 @@ class Engine {
   // earlier, or one of its ranks is taken, the new job is closed. Another derivation of the same
   // job replaces an unfinished one. NOT_FOUND: no job with that name and uid. FAILED_PRECONDITION:
   // it has a step in progress, or no weights; amsgrad differs; no parameter keeps its state.
-  void CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done);
+  void CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done) {
+    CreateJob(std::move(spec), std::move(derivation), {}, std::move(done));
+  }
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec, Derivation derivation = {});
+  // A member's part of a job that has this uid at its lead. Empty: the job gets one.
+  struct Seat {
+    int member = 0;
+    std::string uid;
+  };
+  void CreateJob(JobSpec spec, Derivation derivation, Seat seat, Done<std::shared_ptr<Job>> done);
   // Takes over what an earlier process left in named memory. Call it first. State that cannot be
   // taken over is dropped. Of two jobs with one name, the one with the higher uid is dropped.
   // Returns lines for the log.

@@ -16,24 +16,18 @@ using namespace ballast::client;
 
 extern "C" {
 
-int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
-                       size_t capacity, size_t* count) {
+int32_t ballast_chunks(const ballast_session* session, ballast_chunk* out, size_t capacity,
+                       size_t* count) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
-    const Layout& layout = session->session->layout();
-    if (rank < 0 || rank >= layout.world_size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rank ", rank, " of ", layout.world_size(), " does not exist"));
-    }
-    const absl::Span<const int> chunks = layout.chunks_of_rank(rank);
+    const absl::Span<const Chunk> chunks = session->session->layout().chunks();
     *count = chunks.size();
     for (size_t i = 0; out != nullptr && i < std::min(capacity, chunks.size()); ++i) {
-      const Chunk& chunk = layout.chunks()[chunks[i]];
-      out[i] = {.index = chunks[i],
-                .group = chunk.group,
-                .begin = chunk.begin,
-                .elements = chunk.elements};
+      out[i] = {.index = static_cast<int32_t>(i),
+                .group = chunks[i].group,
+                .begin = chunks[i].begin,
+                .elements = chunks[i].elements};
     }
     return absl::OkStatus();
   });

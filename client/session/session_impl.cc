@@ -85,12 +85,8 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
   if (options.process_id.empty()) options.process_id = DefaultProcessId();
   options.join_timeout += TimeForMemory(options.job);
   if (!options.takes_steps) options.shared_memory = SharedMemoryUse::kNever;
-  // However many ranks there are, only this one's chunks are needed. With buckets their numbers are
-  // the job's.
-  const bool has_mesh = !options.job.layout.mesh.empty();
   BALLAST_ASSIGN_OR_RETURN(Layout layout,
-                           has_mesh ? Layout::CreateForRank(options.job.layout, options.rank)
-                                    : Layout::Create(options.job.layout));
+                           Layout::CreateForRanks(options.job.layout, {options.rank}));
   const absl::Time deadline = clock.Now() + options.join_timeout;
   std::unique_ptr<SessionImpl> session(
       new SessionImpl(std::move(transport), clock, std::move(options), std::move(layout)));
@@ -305,7 +301,6 @@ absl::Status SessionImpl::CheckPush(const GradientPush& push, StepAttempt at) co
     return refuse(absl::StrCat("there are ", chunks.size(), " chunks"));
   }
   const Chunk& chunk = chunks[push.chunk];
-  if (chunk.rank != options_.rank) return refuse(absl::StrCat("belongs to rank ", chunk.rank));
   const DType dtype = options_.job.groups[chunk.group].wire_dtype;
   const size_t wanted = push.empty ? 0 : chunk.elements * SizeBytes(dtype);
   if (push.payload.size() != wanted) {

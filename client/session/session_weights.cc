@@ -125,8 +125,7 @@ absl::Status SessionImpl::WriteState(
   BALLAST_RETURN_IF_ERROR(Annotate(Validate(write, options_.job), context));
   v1::OpenTrain open = OpenMessage();
   *open.mutable_state_write() = proto::ToProto(write);
-  std::vector<int> chunks = ChunksOf(write, layout_);
-  std::erase_if(chunks, [&](int chunk) { return layout_.chunks()[chunk].rank != options_.rank; });
+  const std::vector<int> chunks = ChunksOf(write, layout_);
   const absl::Status written = RetryBetweenSteps(
       [&] {
         return transport_

@@ -31,6 +31,43 @@ bool IsAscending(const std::vector<T>& values) {
   return std::adjacent_find(values.begin(), values.end(), std::greater_equal<T>()) == values.end();
 }
 
+absl::Status CheckMembers(const JobSpec& spec) {
+  if (spec.members.size() > kMaxMembers) {
+    return absl::InvalidArgumentError(absl::StrCat("job ", spec.name, " has ", spec.members.size(),
+                                                   " members; expected at most ", kMaxMembers));
+  }
+  const size_t homes = spec.members.empty() ? 0 : spec.layout.world_size;
+  if (spec.homes.size() != homes) {
+    return absl::InvalidArgumentError(absl::StrCat("job ", spec.name, " names the homes of ",
+                                                   spec.homes.size(), " ranks; expected ", homes));
+  }
+  std::vector<bool> is_home(spec.members.size(), false);
+  for (int rank = 0; rank < static_cast<int>(homes); ++rank) {
+    const int home = spec.homes[rank];
+    if (home < 0 || home >= static_cast<int>(spec.members.size())) {
+      return absl::InvalidArgumentError(absl::StrCat("the home of rank ", rank, " is member ", home,
+                                                     ", but there are ", spec.members.size()));
+    }
+    is_home[home] = true;
+  }
+  std::set<absl::string_view> addresses;
+  for (size_t member = 0; member < spec.members.size(); ++member) {
+    const std::string& address = spec.members[member].address;
+    if (address.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat("member ", member, " has no address"));
+    }
+    if (!addresses.insert(address).second) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("two members have the address ", address, "; name each once"));
+    }
+    if (!is_home[member]) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("member ", address, " is the home of no rank; leave it out"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 bool IsJobName(absl::string_view name) {
@@ -58,6 +95,7 @@ absl::Status Validate(const JobSpec& spec) {
         absl::StrCat("the layout's group_count is ", spec.layout.group_count, ", but ",
                      spec.groups.size(), " groups are described; set it to their number"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckMembers(spec));
   std::set<absl::string_view> names;
   for (const GroupSpec& group : spec.groups) {
     if (group.name.empty() || group.name.find('/') != std::string::npos) {
@@ -77,6 +115,14 @@ absl::Status Validate(const JobSpec& spec) {
         Annotate(Validate(group.hyper_parameters), absl::StrCat("group ", group.name)));
   }
   return absl::OkStatus();
+}
+
+std::vector<int> JobSpec::RanksOf(int member) const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < layout.world_size; ++rank) {
+    if (home(rank) == member) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 absl::Status Validate(const FirstState& state, const JobSpec& spec) {
@@ -212,15 +258,7 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
   if (a.keep_previous != b.keep_previous) {
     return differ("keep_previous", a.keep_previous, b.keep_previous);
   }
-  // With a mesh all follows from the description, so one rank is enough, however many there are.
-  const auto layout_of = [](const LayoutSpec& layout) {
-    return layout.mesh.empty() ? Layout::Create(layout) : Layout::CreateForRank(layout, 0);
-  };
-  const auto first = layout_of(a.layout);
-  const auto second = layout_of(b.layout);
-  if (!first.ok()) return absl::StrCat("here: ", first.status().message());
-  if (!second.ok()) return absl::StrCat("there: ", second.status().message());
-  return first->FirstDifference(*second);
+  return FirstDifference(a.layout, b.layout);
 }
 
 }  // namespace ballast

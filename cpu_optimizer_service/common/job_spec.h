@@ -54,6 +54,14 @@ struct GroupSpec {
   bool operator==(const GroupSpec&) const = default;
 };
 
+// A service that holds a part of a job.
+struct MemberSpec {
+  std::string address;  // As ranks and other members reach it: "gpu3:7070", "[fd00::1]:7070".
+
+  bool operator==(const MemberSpec&) const = default;
+};
+inline constexpr size_t kMaxMembers = 1024;
+
 struct JobSpec {
   std::string name;  // [A-Za-z0-9._-]{1,128}, not beginning with '.': it becomes a directory name.
   std::vector<GroupSpec> groups;
@@ -68,12 +76,20 @@ struct JobSpec {
   // The state before the last committed step is kept, so that the step can be undone. This costs
   // memory for one more version of all state.
   bool keep_previous = false;
+  // The services that hold the job together. Empty: one, which has no name here.
+  std::vector<MemberSpec> members = {};
+  std::vector<int> homes = {};  // By rank: the member that holds its part. Empty without members.
 
   bool operator==(const JobSpec&) const = default;
 
   uint32_t most_micro_steps() const {
     return max_micro_steps == 0 ? kMaxMicroSteps : std::min(max_micro_steps, kMaxMicroSteps);
   }
+  int member_count() const { return std::max(1, static_cast<int>(members.size())); }
+  int home(int rank) const { return homes.empty() ? 0 : homes[rank]; }
+  // The member that decides: rank 0's home.
+  int lead() const { return home(0); }
+  std::vector<int> RanksOf(int member) const;  // Ascending.
 };
 
 // The start of a new job beside its first weights: its step, and each parameter's number of

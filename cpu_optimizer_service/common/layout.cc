@@ -1,10 +1,12 @@
 #include "cpu_optimizer_service/common/layout.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -39,6 +41,17 @@ std::string Describe(absl::Span<const Placement> placements) {
                                       }
                                     }),
                       "]");
+}
+
+std::string Describe(const PartitionRange& range) {
+  return absl::StrCat("[", range.begin, ", ", range.end, ") of group ", range.group, " for rank ",
+                      range.rank);
+}
+
+// By (group, begin).
+std::vector<PartitionRange> InOrder(std::vector<PartitionRange> ranges) {
+  std::ranges::sort(ranges, {}, [](const auto& r) { return std::pair(r.group, r.begin); });
+  return ranges;
 }
 
 int64_t Product(absl::Span<const int64_t> shape) {
@@ -110,8 +123,7 @@ absl::Status CheckSizes(const ParameterSpec& parameter, int index) {
 
 absl::Status CheckRange(const PartitionRange& range, int world_size,
                         absl::Span<const int64_t> flat_elements) {
-  const std::string where = absl::StrCat("partition range [", range.begin, ", ", range.end,
-                                         ") of group ", range.group, " for rank ", range.rank);
+  const std::string where = absl::StrCat("partition range ", Describe(range));
   if (range.rank < 0 || range.rank >= world_size) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ": expected a rank below world_size ", world_size));
@@ -163,28 +175,18 @@ absl::Status CheckTiling(absl::Span<const PartitionRange> ranges,
 }  // namespace
 
 absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
-  const int ranks = spec.world_size;
-  return CreateForRanks(std::move(spec), 0, ranks);
+  // A wrong world size makes no list: it is refused below.
+  std::vector<int> all(std::clamp(spec.world_size, 0, kMaxWorldSize));
+  std::iota(all.begin(), all.end(), 0);
+  return CreateForRanks(std::move(spec), std::move(all));
 }
 
-absl::StatusOr<Layout> Layout::CreateForRank(LayoutSpec spec, int rank) {
-  if (spec.mesh.empty()) {
-    return absl::InvalidArgumentError("only a job with a mesh is laid out for one rank alone");
-  }
-  if (rank < 0 || rank >= spec.world_size) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rank ", rank, " is not below world_size ", spec.world_size));
-  }
-  return CreateForRanks(std::move(spec), rank, rank + 1);
-}
-
-absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, int first_rank, int last_rank) {
+absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, std::vector<int> ranks) {
   // This comes before any table is made: tables are as long as a peer's description says.
   BALLAST_RETURN_IF_ERROR(CheckParameters(spec));
   Layout layout;
   layout.spec_ = std::move(spec);
-  layout.first_rank_ = first_rank;
-  layout.last_rank_ = last_rank;
+  BALLAST_RETURN_IF_ERROR(layout.UseRanks(std::move(ranks)));
   layout.chunks_of_rank_.resize(layout.world_size());
   layout.flat_elements_.assign(layout.group_count(), 0);
   layout.group_parameters_.resize(layout.group_count());
@@ -192,6 +194,21 @@ absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, int first_rank, i
   BALLAST_RETURN_IF_ERROR(layout.has_mesh() ? layout.CutShards() : layout.CutFlatSpaces());
   layout.FindPadding();
   return layout;
+}
+
+absl::Status Layout::UseRanks(std::vector<int> ranks) {
+  ranks_ = std::move(ranks);
+  index_of_rank_.assign(world_size(), -1);
+  for (int index = 0; index < static_cast<int>(ranks_.size()); ++index) {
+    const int rank = ranks_[index];
+    if (rank < 0 || rank >= world_size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", rank, " is not below world_size ", world_size()));
+    }
+    Check(index == 0 || ranks_[index - 1] < rank, "the ranks of a layout ascend");
+    index_of_rank_[rank] = index;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Layout::AddParameters() {
@@ -236,17 +253,15 @@ absl::Status Layout::CutFlatSpaces() {
     flat_elements_[group] = RoundUp(spaces_[group].elements, kBlockElements);
   }
 
-  // The description may give ranges in any order; chunks are numbered in order of (group, begin).
-  // Each range is checked by itself first, since CheckTiling relies on ranges that are not empty
-  // and lie within their group.
-  std::vector<PartitionRange> ranges = spec_.partitions;
-  for (const PartitionRange& range : ranges) {
+  // The description may give ranges in any order. Each is checked by itself first, since
+  // CheckTiling relies on ranges that are not empty and lie within their group.
+  for (const PartitionRange& range : spec_.partitions) {
     BALLAST_RETURN_IF_ERROR(CheckRange(range, world_size(), flat_elements_));
   }
-  std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) {
-    return std::pair(a.group, a.begin) < std::pair(b.group, b.begin);
-  });
+  std::vector<PartitionRange> ranges = InOrder(spec_.partitions);
   BALLAST_RETURN_IF_ERROR(CheckTiling(ranges, flat_elements_));
+  std::erase_if(ranges, [&](const PartitionRange& range) { return !has_rank(range.rank); });
+  std::ranges::stable_sort(ranges, {}, &PartitionRange::rank);
   // Counted before any chunk is made: a few bytes can describe more than there is memory for.
   int64_t chunk_count = 0;
   for (const PartitionRange& range : ranges) {
@@ -257,6 +272,11 @@ absl::Status Layout::CutFlatSpaces() {
   for (const PartitionRange& range : ranges) {
     AddChunks(range.rank, range.group, range.begin, range.end);
   }
+  by_place_.resize(chunk_count);
+  std::iota(by_place_.begin(), by_place_.end(), 0);
+  std::ranges::sort(by_place_, {}, [&](int chunk) {
+    return std::pair(chunks_[chunk].group, chunks_[chunk].begin);
+  });
   return absl::OkStatus();
 }
 
@@ -279,18 +299,19 @@ absl::Status Layout::CutShards() {
   }
   // The loop below computes a shard of every parameter for every rank, so this bounds its time.
   const auto things = static_cast<int64_t>(spec_.parameters.size()) + group_count();
-  if (things * (last_rank_ - first_rank_) > kMaxShards) {
+  const auto here = static_cast<int64_t>(ranks_.size());
+  if (things * here > kMaxShards) {
     return absl::InvalidArgumentError(absl::StrCat(
-        spec_.parameters.size(), " parameters in ", group_count(), " groups on ", world_size(),
+        spec_.parameters.size(), " parameters in ", group_count(), " groups on ", here,
         " ranks are more than ", kMaxShards, " shards; merge parameters, or use fewer ranks"));
   }
-  spaces_.resize(int64_t{last_rank_ - first_rank_} * group_count());
+  spaces_.resize(here * group_count());
   // The first loop lays out the spaces and counts chunks. The chunks are made after it, when their
   // number is known to be allowed.
   int64_t chunk_count = 0;
-  for (int rank = first_rank_; rank < last_rank_; ++rank) {
+  for (const int rank : ranks_) {
     for (int group = 0; group < group_count(); ++group) {
-      Space& space = spaces_[(rank - first_rank_) * group_count() + group];
+      Space& space = spaces_[index_of_rank_[rank] * group_count() + group];
       for (const int parameter : group_parameters_[group]) {
         const int64_t elements = ShardsOf(parameter).OfRank(rank).elements();
         if (elements == 0) continue;
@@ -308,7 +329,7 @@ absl::Status Layout::CutShards() {
     }
   }
   chunks_.reserve(chunk_count);
-  for (int rank = first_rank_; rank < last_rank_; ++rank) {
+  for (const int rank : ranks_) {
     for (int group = 0; group < group_count(); ++group) {
       AddChunks(rank, group, 0, SpaceOf(rank, group).elements);
     }
@@ -354,9 +375,9 @@ absl::Span<const ChunkPiece> Layout::padding_of(int chunk) const {
   return absl::MakeConstSpan(padding_).subspan(first - padding_.begin(), last - first);
 }
 
-int64_t Layout::total_flat_elements() const {
+int64_t Layout::total_elements() const {
   int64_t total = 0;
-  for (const int64_t elements : flat_elements_) total += elements;
+  for (const Chunk& chunk : chunks_) total += chunk.elements;
   return total;
 }
 
@@ -405,13 +426,17 @@ ChunkPiece Layout::PieceAt(int chunk, int64_t chunk_offset) const {
   return found;
 }
 
+size_t Layout::FirstPlaceAt(int group, int64_t element) const {
+  // Chunks do not overlap, so their ends ascend as their begins do.
+  const auto first = std::ranges::partition_point(by_place_, [&](int index) {
+    const Chunk& chunk = chunks_[index];
+    return std::pair(chunk.group, chunk.begin + chunk.elements - 1) < std::pair(group, element);
+  });
+  return first - by_place_.begin();
+}
+
 int Layout::ChunkAt(int group, int64_t element) const {
-  // Chunks tile the flat space in this order, so the last one that begins at the element or before
-  // it holds it.
-  const auto after = std::upper_bound(
-      chunks_.begin(), chunks_.end(), std::pair(group, element),
-      [](const auto& at, const Chunk& chunk) { return at < std::pair(chunk.group, chunk.begin); });
-  return static_cast<int>(after - chunks_.begin()) - 1;
+  return by_place_[FirstPlaceAt(group, element)];
 }
 
 std::vector<int> Layout::ChunksOfParameter(int parameter) const {
@@ -419,23 +444,44 @@ std::vector<int> Layout::ChunksOfParameter(int parameter) const {
   const ParameterPlace& place = places_[parameter];
   const ParameterSpec& spec = spec_.parameters[parameter];
   if (!spec.trainable || place.elements == 0) return chunks;
-  const auto add = [&](int first, int last) {
-    for (int chunk = first; chunk <= last; ++chunk) chunks.push_back(chunk);
-  };
   if (!has_mesh()) {
-    add(ChunkAt(spec.group, place.offset), ChunkAt(spec.group, place.offset + place.elements - 1));
+    VisitRange(parameter, 0, place.elements,
+               [&](const ChunkPiece& piece) { chunks.push_back(piece.chunk); });
+    std::ranges::sort(chunks);
     return chunks;
   }
-  // In a layout for one rank only that rank has spaces.
-  for (int rank = first_rank_; rank < last_rank_; ++rank) {
+  for (const int rank : ranks_) {
     const int64_t elements = ShardsOf(parameter).OfRank(rank).elements();
     if (elements == 0) continue;
     const Space& space = SpaceOf(rank, spec.group);
     const int64_t begin = BeginOfParameter(space, parameter);
-    add(space.first_chunk + static_cast<int>(begin / spec_.chunk_elements),
-        space.first_chunk + static_cast<int>((begin + elements - 1) / spec_.chunk_elements));
+    const int64_t last = (begin + elements - 1) / spec_.chunk_elements;
+    for (int64_t chunk = begin / spec_.chunk_elements; chunk <= last; ++chunk) {
+      chunks.push_back(space.first_chunk + static_cast<int>(chunk));
+    }
   }
   return chunks;
+}
+
+ElementRange Layout::RangeOfParameter(int parameter) const {
+  const int64_t elements = places_[parameter].elements;
+  if (static_cast<int>(ranks_.size()) == world_size()) return {0, elements};
+  ElementRange range = {elements, 0};
+  const auto add = [&](int64_t begin, int64_t end) {
+    range = {std::min(range.begin, begin), std::max(range.end, end)};
+  };
+  if (has_mesh()) {
+    for (const int rank : ranks_) {
+      const Shard shard = ShardsOf(parameter).OfRank(rank);
+      if (shard.elements() == 0) continue;
+      add(shard.OffsetInParameter(0), shard.OffsetInParameter(shard.elements() - 1) + 1);
+    }
+  } else {
+    VisitRange(parameter, 0, elements, [&](const ChunkPiece& piece) {
+      add(piece.parameter_offset, piece.parameter_offset + piece.elements);
+    });
+  }
+  return range.begin < range.end ? range : ElementRange();
 }
 
 int Layout::ParameterAt(int group, int64_t element) const {
@@ -446,9 +492,7 @@ int Layout::ParameterAt(int group, int64_t element) const {
   return index < space.parts.size() ? space.parts[index].parameter : -1;
 }
 
-std::string Layout::FirstDifference(const Layout& other) const {
-  const LayoutSpec& a = spec_;
-  const LayoutSpec& b = other.spec_;
+std::string FirstDifference(const LayoutSpec& a, const LayoutSpec& b) {
   const auto differ = [](absl::string_view what, const auto& x, const auto& y) {
     return absl::StrCat(what, " is ", x, " here and ", y, " there");
   };
@@ -486,19 +530,15 @@ std::string Layout::FirstDifference(const Layout& other) const {
                     Describe(q.placements));
     }
   }
-  // Partitions are compared by the chunks that they make: their ranges may come in any order.
-  if (chunks_.size() != other.chunks_.size()) {
-    return differ("the number of chunks", chunks_.size(), other.chunks_.size());
+  // Ranges may come in any order.
+  const std::vector<PartitionRange> here = InOrder(a.partitions);
+  const std::vector<PartitionRange> there = InOrder(b.partitions);
+  if (here.size() != there.size()) {
+    return differ("the number of partition ranges", here.size(), there.size());
   }
-  for (size_t i = 0; i < chunks_.size(); ++i) {
-    const Chunk& c = chunks_[i];
-    const Chunk& d = other.chunks_[i];
-    if (c.begin != d.begin || c.elements != d.elements || c.group != d.group) {
-      return differ(absl::StrCat("the range of chunk ", i),
-                    absl::StrCat("[", c.begin, ", ", c.begin + c.elements, ") of group ", c.group),
-                    absl::StrCat("[", d.begin, ", ", d.begin + d.elements, ") of group ", d.group));
-    }
-    if (c.rank != d.rank) return differ(absl::StrCat("the owner of chunk ", i), c.rank, d.rank);
+  for (size_t i = 0; i < here.size(); ++i) {
+    if (here[i] == there[i]) continue;
+    return differ(absl::StrCat("partition range ", i), Describe(here[i]), Describe(there[i]));
   }
   return "";
 }

@@ -7,7 +7,7 @@
 //   group 0    |-- wte --|-- h.0.attn.w --|-- ... --|pad|   flat space, padded to whole blocks
 //              | bucket 0        | bucket 1       | ...     each split among the ranks, at blocks
 //              | r0  | r1  | r2  | r0  | r1  | r2 | ...     a partition: its ranges, all groups
-//              | c0  | c1  | c2  | c3  | c4  | c5 | ...     chunks: ranges cut at chunk_elements
+//              | c0  | c2  | c4  | c1  | c3  | c5 | ...     chunks: ranges cut at chunk_elements
 //
 // With a mesh, every rank has a space of its own for each group, and in it the shards that it owns
 // (sharding.h), in the order of declaration:
@@ -16,6 +16,9 @@
 //                     | c0                | c1                 | c2 ...
 //   rank 1, group 0   |-- wte[3:5] --|pad|-- h.0.attn.w[8:16] -|pad| ...
 //                     | c7                | c8                 | ...
+//
+// Chunks are in order of (rank, group, begin). In messages they are numbered within their rank, so
+// no rank needs the others' chunks, and a service needs only those of its ranks.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 
@@ -121,38 +124,47 @@ struct ChunkPart {
   int64_t elements = 0;
 };
 
+// Elements [begin, end).
+struct ElementRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
 class Layout {
  public:
   // INVALID_ARGUMENT, with the cause: duplicate or empty names, negative sizes, overflow, group or
   // rank out of range, a gap or an overlap (with the group and the elements), a mesh or placements
   // that do not fit, a bound above exceeded.
   static absl::StatusOr<Layout> Create(LayoutSpec spec);
-  // One rank's part of a layout with a mesh, for any number of ranks: only its own chunks, numbered
-  // from 0, and VisitRange and ChunksOfParameter for its own elements. INVALID_ARGUMENT as above,
-  // and without a mesh.
-  static absl::StatusOr<Layout> CreateForRank(LayoutSpec spec, int rank);
+  // The part of some ranks: their chunks, numbered from 0; VisitRange and ChunksOfParameter skip
+  // other ranks' elements. The bounds on chunks and shards are on this part. `ranks`: ascending.
+  // INVALID_ARGUMENT as above, and for a rank that does not exist.
+  static absl::StatusOr<Layout> CreateForRanks(LayoutSpec spec, std::vector<int> ranks);
 
   const LayoutSpec& spec() const { return spec_; }
   int world_size() const { return spec_.world_size; }
   int group_count() const { return spec_.group_count; }
   bool has_mesh() const { return !spec_.mesh.empty(); }
 
-  // Elements of a group's chunks, padding included; without a mesh the size of its flat space. Zero
-  // for an empty group.
+  // The ranks with chunks here, ascending: all, unless CreateForRanks made the layout.
+  absl::Span<const int> ranks() const { return ranks_; }
+  bool has_rank(int rank) const { return index_of_rank_[rank] >= 0; }
+
+  // Without a mesh the size of a group's flat space; with a mesh the elements of its chunks here.
+  // Padding included. Zero for an empty group.
   int64_t flat_elements(int group) const { return flat_elements_[group]; }
-  int64_t flat_blocks(int group) const { return flat_elements_[group] / kBlockElements; }
-  int64_t total_flat_elements() const;
+  // Of all chunks here, padding included.
+  int64_t total_elements() const;
 
   const ParameterPlace& place(int parameter) const { return places_[parameter]; }
   // Index of the parameter of this name, or -1.
   int FindParameter(const std::string& name) const;
 
-  // All chunks, in order of (group, begin), or, with a mesh, of (rank, group, begin).
+  // In order of (rank, group, begin).
   absl::Span<const Chunk> chunks() const { return chunks_; }
-  // Subtract this from a chunk's index here to get its number in messages. With a mesh chunks are
-  // numbered within their rank, so that no rank needs to know the others' chunks.
-  int first_on_wire(int rank) const {
-    return has_mesh() && !chunks_of_rank_[rank].empty() ? chunks_of_rank_[rank].front() : 0;
+  // Subtract this from a chunk's index here to get its number in messages.
+  int first_of_rank(int rank) const {
+    return chunks_of_rank_[rank].empty() ? 0 : chunks_of_rank_[rank].front();
   }
   absl::Span<const int> chunks_of_rank(int rank) const { return chunks_of_rank_[rank]; }
   int64_t partition_elements(int rank) const;
@@ -179,14 +191,14 @@ class Layout {
   absl::Span<const int> parameters_of_group(int group) const { return group_parameters_[group]; }
   // The chunks with the elements of a trainable parameter, ascending.
   std::vector<int> ChunksOfParameter(int parameter) const;
+  // From a trainable parameter's first element here to behind its last. Elements of other ranks may
+  // lie between them.
+  ElementRange RangeOfParameter(int parameter) const;
 
-  // Without a mesh: the chunk with `element` of `group`'s flat space.
+  // Without a mesh: the chunk with `element` of `group`'s flat space. Its owner's chunks are here.
   int ChunkAt(int group, int64_t element) const;
   // The parameter at `element` of `group`'s flat space, or -1 in the padding.
   int ParameterAt(int group, int64_t element) const;
-
-  // Empty if the two agree; else one line with the first difference, `this` first.
-  std::string FirstDifference(const Layout& other) const;
 
  private:
   // A space's part of a parameter.
@@ -202,7 +214,7 @@ class Layout {
   };
 
   Layout() = default;
-  static absl::StatusOr<Layout> CreateForRanks(LayoutSpec spec, int first_rank, int last_rank);
+  absl::Status UseRanks(std::vector<int> ranks);
   absl::Status AddParameters();
   absl::Status CutFlatSpaces();
   absl::Status CutShards();
@@ -210,8 +222,10 @@ class Layout {
   void FindPadding();
 
   const Space& SpaceOf(int rank, int group) const {
-    return spaces_[has_mesh() ? (rank - first_rank_) * group_count() + group : group];
+    return spaces_[has_mesh() ? index_of_rank_[rank] * group_count() + group : group];
   }
+  // The first of by_place_ that may have elements from `element` on.
+  size_t FirstPlaceAt(int group, int64_t element) const;
   ParameterShards ShardsOf(int parameter) const {
     const ParameterSpec& spec = spec_.parameters[parameter];
     return ParameterShards(spec.shape, spec.placements, spec_.mesh);
@@ -225,10 +239,11 @@ class Layout {
   std::vector<ParameterPlace> places_;
   std::vector<int64_t> flat_elements_;
   std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty.
-  int first_rank_ = 0;  // Ranks in this layout: [first_rank_, last_rank_).
-  int last_rank_ = 0;
-  std::vector<Space> spaces_;  // By group; with a mesh by rank, then group.
+  std::vector<int> ranks_;
+  std::vector<int> index_of_rank_;  // By rank: its place in ranks_, or -1.
+  std::vector<Space> spaces_;       // By group; with a mesh by place in ranks_, then group.
   std::vector<Chunk> chunks_;
+  std::vector<int> by_place_;  // Without a mesh: chunks in order of (group, begin).
   std::vector<std::vector<int>> chunks_of_rank_;
   std::vector<ChunkPiece> padding_;
   // With a hash for which a client cannot find names that collide.
@@ -288,6 +303,10 @@ void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit
     const ParameterShards shards = ShardsOf(parameter);
     for (int64_t at = begin; at < end; at += piece.elements) {
       const ParameterShards::Run run = shards.Find(at);
+      if (!has_rank(run.rank)) {
+        piece.elements = run.elements;
+        continue;
+      }
       const Space& space = SpaceOf(run.rank, group);
       const int64_t in_space = BeginOfParameter(space, parameter) + run.local;
       piece.chunk = space.first_chunk + static_cast<int>(in_space / spec_.chunk_elements);
@@ -300,15 +319,19 @@ void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit
     return;
   }
   const int64_t offset = places_[parameter].offset;
-  piece.chunk = ChunkAt(group, offset + begin);
-  for (int64_t at = begin; at < end; at += piece.elements, ++piece.chunk) {
+  for (size_t i = FirstPlaceAt(group, offset + begin); i < by_place_.size(); ++i) {
+    piece.chunk = by_place_[i];
     const Chunk& chunk = chunks_[piece.chunk];
-    piece.parameter_offset = at;
-    piece.chunk_offset = offset + at - chunk.begin;
-    piece.elements = std::min(end, chunk.begin + chunk.elements - offset) - at;
+    if (chunk.group != group || chunk.begin >= offset + end) break;
+    piece.parameter_offset = std::max(begin, chunk.begin - offset);
+    piece.chunk_offset = offset + piece.parameter_offset - chunk.begin;
+    piece.elements = std::min(end, chunk.begin + chunk.elements - offset) - piece.parameter_offset;
     visit(std::as_const(piece));
   }
 }
+
+// Empty if the two agree; else one line with the first difference, `a` first.
+std::string FirstDifference(const LayoutSpec& a, const LayoutSpec& b);
 
 // INVALID_ARGUMENT, as in Create, unless FlatElements and then MakeBuckets may be called for
 // `spec`. Checks its bounds, and each parameter's name, group and size. Ignores partitions and

@@ -319,7 +319,7 @@ void GradientStore::ComputeSums(int index) {
   return sums_.SumChunk(index, view(index));
 }
 
-std::vector<double> GradientStore::CombineSums(SquareSums::ForEach for_each) {
+PartSums GradientStore::CombineSums(SquareSums::ForEach for_each) {
   return sums_.Combine([this](int chunk) { return view(chunk); }, for_each);
 }
 

@@ -96,9 +96,9 @@ class GradientStore {
   void ComputeSums(int chunk);
   // About what they add to its group's.
   double SumInChunk(int chunk) const { return sums_.SumInChunk(chunk); }
-  // The sums of squares of the groups, once ComputeSums has run for all chunks. Most of it is
-  // ComputeSums' work: left are an addition for each chunk, and what chunks share.
-  std::vector<double> CombineSums(SquareSums::ForEach for_each);
+  // The sums of squares, once ComputeSums has run for all chunks. Most of it is ComputeSums' work:
+  // left are an addition for each chunk, and what chunks share.
+  PartSums CombineSums(SquareSums::ForEach for_each);
   // The first element, in the order of groups and of declaration, that is not finite, as of
   // CombineSums; a piece of one element, or none.
   std::optional<ChunkPiece> FirstNonFinite() const;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <iterator>
 #include <map>
+#include <utility>
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/rounding.h"
@@ -79,36 +81,48 @@ void SquareSums::ZeroChunk(int chunk) {
   chunk_sums_[chunk] = {};
 }
 
-int SquareSums::SumCutBlock(int64_t block, ViewOf view) {
+bool SquareSums::SumCutBlock(int64_t block, ViewOf view, std::vector<CutRun>& runs) {
   const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
   // In fp32, since its parts may have arrived in different formats; fp32 has all values of each.
   alignas(64) float elements[kBlockElements] = {};
+  int64_t count = 0;
   layout_.VisitRange(place.parameter, place.begin, place.end, [&](const ChunkPiece& piece) {
     const GradientView gradient = view(piece.chunk);
     ConvertToFloat(At(gradient, piece.chunk_offset), gradient.dtype,
                    elements + (piece.parameter_offset - place.begin), piece.elements);
+    count += piece.elements;
   });
   BlockSumsOfSquares(elements, DType::kFloat32, {&block_sums_[block], 1});
-  return layout_.spec().parameters[place.parameter].group;
+  if (count == place.end - place.begin) return true;
+  layout_.VisitRange(place.parameter, place.begin, place.end, [&](const ChunkPiece& piece) {
+    const float* const first = elements + (piece.parameter_offset - place.begin);
+    runs.push_back({.parameter = piece.parameter,
+                    .begin = piece.parameter_offset,
+                    .values = {first, first + piece.elements}});
+  });
+  return false;
 }
 
-std::vector<double> SquareSums::Combine(ViewOf view, ForEach for_each) {
-  std::vector<ExactSum> sums(layout_.group_count());
+PartSums SquareSums::Combine(ViewOf view, ForEach for_each) {
+  PartSums sums = {.groups = std::vector<ExactSum>(layout_.group_count()), .cut = {}};
   for (size_t chunk = 0; chunk < chunk_sums_.size(); ++chunk) {
-    sums[layout_.chunks()[chunk].group].Add(chunk_sums_[chunk]);
+    sums.groups[layout_.chunks()[chunk].group].Add(chunk_sums_[chunk]);
   }
   Mutex mutex;
   const absl::Span<const int64_t> cut_blocks = blocks_.cut_blocks();
   ForEachShare(static_cast<int64_t>(cut_blocks.size()), for_each, [&](int64_t begin, int64_t end) {
     std::map<int, ExactSum> of_share;  // By group.
+    std::vector<CutRun> runs;
     for (int64_t i = begin; i < end; ++i) {
-      const int group = SumCutBlock(cut_blocks[i], view);
-      of_share[group].Add(block_sums_[cut_blocks[i]]);
+      if (!SumCutBlock(cut_blocks[i], view, runs)) continue;
+      const int parameter = blocks_.PlaceOfBlock(cut_blocks[i]).parameter;
+      of_share[layout_.spec().parameters[parameter].group].Add(block_sums_[cut_blocks[i]]);
     }
     const MutexLock lock(mutex);
-    for (const auto& [group, sum] : of_share) sums[group].Add(sum);
+    for (const auto& [group, sum] : of_share) sums.groups[group].Add(sum);
+    std::ranges::move(runs, std::back_inserter(sums.cut));
   });
-  return Rounded(sums);
+  return sums;
 }
 
 }  // namespace ballast

@@ -16,6 +16,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/norm/norm_blocks.h"
+#include "cpu_optimizer_service/gradients/part_sums.h"
 
 namespace ballast {
 
@@ -39,16 +40,16 @@ class SquareSums {
   using ViewOf = absl::FunctionRef<GradientView(int chunk)>;
   // Runs body(0) ... body(count - 1), in any order, on any threads, and waits for them.
   using ForEach = absl::FunctionRef<void(int64_t count, absl::FunctionRef<void(int64_t)> body)>;
-  // The sums of the groups. Every chunk has been summed, and views are of the same gradients still.
-  std::vector<double> Combine(ViewOf view, ForEach for_each);
+  // Every chunk has been summed, and views are of the same gradients still.
+  PartSums Combine(ViewOf view, ForEach for_each);
 
   const NormBlocks& blocks() const { return blocks_; }
-  // As of when SumChunk ran for its chunk or, where it is cut, Combine.
+  // As of when SumChunk ran for its chunk or, where it is cut, Combine. Of its elements here.
   double block_sum(int64_t block) const { return block_sums_[block]; }
 
  private:
-  // Returns its group.
-  int SumCutBlock(int64_t block, ViewOf view);
+  // False, with its elements here added to `runs`: others lie elsewhere.
+  bool SumCutBlock(int64_t block, ViewOf view, std::vector<CutRun>& runs);
 
   const Layout& layout_;
   const NormBlocks blocks_;

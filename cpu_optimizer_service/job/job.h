@@ -87,6 +87,11 @@ struct CheckpointInfo {
   std::vector<std::string> passed_over;  // At a load: newer damaged ones, a line each.
 };
 
+struct LeadWord;
+struct MemberWord;
+template <typename Word>
+class WordSink;
+
 class Job : public std::enable_shared_from_this<Job> {
  public:
   virtual ~Job() = default;
@@ -253,6 +258,16 @@ class Job : public std::enable_shared_from_this<Job> {
                                            const std::function<bool()>& still_wanted) = 0;
   // For all code that takes part in a step.
   virtual TraceRecorder& trace() = 0;
+  // ---- With several members (members/words.h)
+  // The lead has a link to a member, or a member to the lead, and sends words by `sink`. It replaces
+  // an older one. Returns its number.
+  virtual uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) = 0;
+  virtual uint64_t OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) = 0;
+  virtual void CloseLink(uint64_t number) = 0;
+  // A word has come by this link. Those of older links do nothing.
+  virtual void HearMember(int member, uint64_t link, MemberWord word) = 0;
+  virtual void HearLead(uint64_t link, LeadWord word) = 0;
+
   // SHA-256 in hex over the update counts and every element of every plane, by parameter. It is the
   // same for any world size, and a skipped step does not change it. Waits for a decision and update
   // in progress, on the caller's thread. Empty if the job is closed or torn.

@@ -83,7 +83,7 @@ absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const L
   return [&flags, channel = std::move(channel)](const TrainingJob& job, TrainingBackend& backend,
                                                 Collective& collective) {
     return MakeServiceOptimizer(channel,
-                                {.job = job.spec,
+                                {.job = job,
                                  .backend = backend,
                                  .resume_directory = flags.resume,
                                  .seal_timeout = flags.options.seal_timeout,

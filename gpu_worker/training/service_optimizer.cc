@@ -1,6 +1,5 @@
 #include "gpu_worker/training/service_optimizer.h"
 
-#include <functional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -14,8 +13,10 @@ namespace {
 
 class ServiceOptimizer final : public StepOptimizer {
  public:
-  ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
-      : channel_(std::move(channel)), options_(std::move(options)) {}
+  // `first`: the layout's index of the rank's first chunk, which is the session's 0.
+  ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options,
+                   int first)
+      : channel_(std::move(channel)), first_(first), options_(std::move(options)) {}
 
   // While the job awaits first weights, a rising generation makes the service forget those that
   // arrived. The other ranks may wait for this rank's there, not in a collective, so they are given
@@ -41,11 +42,11 @@ class ServiceOptimizer final : public StepOptimizer {
   std::string trainer_state() const override { return session().trainer_state(); }
   bool last_step_applied() const override { return session().last_step_applied(); }
   absl::Span<std::byte> gradient_memory(int chunk) override {
-    return session().gradient_memory(chunk);
+    return session().gradient_memory(chunk - first_);
   }
   // Only the session writes there. Not const, because a device pins it.
   absl::Span<std::byte> weights_memory(int chunk) override {
-    const absl::Span<const std::byte> memory = session().weights_memory(chunk);
+    const absl::Span<const std::byte> memory = session().weights_memory(chunk - first_);
     return {const_cast<std::byte*>(memory.data()), memory.size()};
   }
   std::string transport() const override {
@@ -55,7 +56,10 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Status BeginStep(const StepSettings& settings) override {
     return session().BeginStep(settings);
   }
-  absl::Status Push(client::GradientPush push) override { return session().Push(std::move(push)); }
+  absl::Status Push(client::GradientPush push) override {
+    push.chunk -= first_;
+    return session().Push(std::move(push));
+  }
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
     return session().EndMicroStep(micro_step, used);
   }
@@ -88,7 +92,8 @@ class ServiceOptimizer final : public StepOptimizer {
     options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
     // Each rank gives those of its own chunks; ReadWeights then waits for the others.
     if (session_->awaiting_weights()) {
-      BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
+      BALLAST_RETURN_IF_ERROR(session_->UploadWeights(
+          [&](int chunk, absl::Span<float> out) { first_weights(first_ + chunk, out); }));
     }
     return session_->ReadWeights();
   }
@@ -104,6 +109,7 @@ class ServiceOptimizer final : public StepOptimizer {
   }
 
   const std::shared_ptr<grpc::Channel> channel_;
+  const int first_;
   client::SessionOptions options_;            // With the uid of the job, once it is joined.
   std::unique_ptr<client::Session> session_;  // Null until the first Join has opened it.
 };
@@ -140,17 +146,17 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
     Collective& collective) {
   client::SessionOptions session_options;
-  session_options.job = std::move(options.job);
+  session_options.job = options.job.spec;
   session_options.rank = collective.rank();
   TrainingBackend& backend = options.backend;
-  if (!backend.gathers_ahead()) {
-    session_options.weights = std::bind_front(&TrainingBackend::weights, &backend);
-  }
-  session_options.on_weights = std::bind_front(&TrainingBackend::OnWeights, &backend);
-  session_options.on_provisional_weights =
-      std::bind_front(&TrainingBackend::OnProvisionalWeights, &backend);
-  session_options.on_dropped_weights =
-      std::bind_front(&TrainingBackend::OnDroppedWeights, &backend);
+  const int first = options.job.layout.first_of_rank(collective.rank());
+  const auto named = [&backend, first](auto call) {
+    return [&backend, first, call](int chunk) { return (backend.*call)(first + chunk); };
+  };
+  if (!backend.gathers_ahead()) session_options.weights = named(&TrainingBackend::weights);
+  session_options.on_weights = named(&TrainingBackend::OnWeights);
+  session_options.on_provisional_weights = named(&TrainingBackend::OnProvisionalWeights);
+  session_options.on_dropped_weights = named(&TrainingBackend::OnDroppedWeights);
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;
@@ -163,7 +169,7 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     // A session that was open during the load would belong to an older generation.
     BALLAST_RETURN_IF_ERROR(collective.Barrier());
   }
-  return std::make_unique<ServiceOptimizer>(channel, std::move(session_options));
+  return std::make_unique<ServiceOptimizer>(channel, std::move(session_options), first);
 }
 
 }  // namespace ballast::worker

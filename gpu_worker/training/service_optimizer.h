@@ -11,11 +11,12 @@
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/training/backend.h"
 #include "gpu_worker/training/optimizer.h"
+#include "gpu_worker/training/training_job.h"
 
 namespace ballast::worker {
 
 struct ServiceOptimizerOptions {
-  JobSpec job;
+  const TrainingJob& job;  // Chunks are named by their index in its layout.
   // Receives the weights, or, if it gathers ahead, takes them from the session's memory; is
   // notified of each chunk. Borrowed.
   TrainingBackend& backend;

@@ -78,14 +78,14 @@ void RankOutbox::NoMoreMessages() {
 
 void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& position) {
   const Layout& layout = job->layout();
-  const int first_on_wire = layout.first_on_wire(rank);
+  const int first_of_rank = layout.first_of_rank(rank);
   const size_t chunks = layout.chunks_of_rank(rank).size();
-  v1::TrainResponse message = ToMessage(position, first_on_wire);
+  v1::TrainResponse message = ToMessage(position, first_of_rank);
   {
     MutexLock lock(mutex_);
     if (wire_ == nullptr) return;  // `job` is given up after the lock.
     rank_ = {
-        .job = std::move(job), .generation = position.generation, .first_on_wire = first_on_wire};
+        .job = std::move(job), .generation = position.generation, .first_of_rank = first_of_rank};
     queue_.Open(chunks, std::move(message));  // The engine may have called the listener already.
   }
   Advance();
@@ -251,7 +251,7 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
   if (auto* message = std::get_if<std::unique_ptr<v1::TrainResponse>>(&move.batch.front())) {
     if ((*message)->has_decision()) {
       for (uint32_t& chunk : *(*message)->mutable_decision()->mutable_dropped_chunks()) {
-        chunk -= static_cast<uint32_t>(move.rank.first_on_wire);
+        chunk -= static_cast<uint32_t>(move.rank.first_of_rank);
       }
     }
     return proto::SerializeControl(**message);
@@ -266,7 +266,7 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
   if (!first.buffer.in_place()) {
     return SerializeWeights(
         *move.rank.job, move.rank.generation, first.chunk,
-        MakeWeightHeader(first.step, first.chunk - move.rank.first_on_wire, first.provisional),
+        MakeWeightHeader(first.step, first.chunk - move.rank.first_of_rank, first.provisional),
         std::move(first.buffer));
   }
   v1::TrainResponse message;
@@ -274,7 +274,7 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
   shared.set_step(first.step);
   shared.set_provisional(first.provisional);
   for (const int chunk : sending_.chunks) {
-    shared.add_chunks(static_cast<uint32_t>(chunk - move.rank.first_on_wire));
+    shared.add_chunks(static_cast<uint32_t>(chunk - move.rank.first_of_rank));
   }
   return proto::SerializeControl(message);
 }

@@ -89,7 +89,7 @@ class RankOutbox final : public RankListener {
   struct Rank {
     std::shared_ptr<Job> job;  // Null before Opened.
     Generation generation;
-    int first_on_wire = 0;  // Layout::first_on_wire.
+    int first_of_rank = 0;  // Layout::first_of_rank.
   };
   // What the lock was held for, to be done without it.
   struct Move {

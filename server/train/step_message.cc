@@ -99,7 +99,7 @@ absl::StatusOr<std::optional<StepVote>> VoteOf(const v1::Seal& message) {
   return vote;
 }
 
-v1::TrainResponse ToMessage(const RankPosition& position, int first_on_wire) {
+v1::TrainResponse ToMessage(const RankPosition& position, int first_of_rank) {
   v1::TrainResponse message;
   v1::Opened& opened = *message.mutable_opened();
   opened.set_committed_step(position.committed_step);
@@ -108,7 +108,7 @@ v1::TrainResponse ToMessage(const RankPosition& position, int first_on_wire) {
   opened.set_micro_steps_ended(position.micro_steps_ended);
   for (const ChunkProgress& progress : position.delivered) {
     v1::ChunkCount& count = *opened.add_delivered();
-    count.set_chunk(static_cast<uint32_t>(progress.chunk - first_on_wire));
+    count.set_chunk(static_cast<uint32_t>(progress.chunk - first_of_rank));
     count.set_next_micro_step(progress.next_micro_step);
   }
   return message;

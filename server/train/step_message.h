@@ -28,8 +28,8 @@ absl::StatusOr<StepVote> FromMessage(const v1::Vote& message);
 // Nullopt: a seal without a vote.
 absl::StatusOr<std::optional<StepVote>> VoteOf(const v1::Seal& message);
 
-// `first_on_wire`: Layout::first_on_wire of the rank.
-v1::TrainResponse ToMessage(const RankPosition& position, int first_on_wire);
+// `first_of_rank`: Layout::first_of_rank of the rank.
+v1::TrainResponse ToMessage(const RankPosition& position, int first_of_rank);
 v1::TrainResponse ToMessage(uint64_t step, const SealRefusal& refusal);
 v1::TrainResponse ToMessage(const StepNorm& norm);
 v1::TrainResponse ToMessage(StepAttempt at, const absl::Status& votes_refused);

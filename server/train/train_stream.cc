@@ -171,7 +171,7 @@ absl::Status TrainStream::Open(const v1::OpenTrain& request) {
 absl::Status TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream) {
   BALLAST_ASSIGN_OR_RETURN(rank_stream_, std::move(stream));
   rank_chunks_ = job_->layout().chunks_of_rank(rank).size();
-  first_on_wire_ = job_->layout().first_on_wire(rank);
+  first_of_rank_ = job_->layout().first_of_rank(rank);
   const RankPosition& position = rank_stream_->position();
   // An earlier stream may have brought them with may_guess.
   if (!position.delivered.empty()) may_guess_at_ = {position.open_step, position.attempt};
@@ -188,7 +188,7 @@ absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
                                      const proto::Payload& payload) {
   Contribution contribution = FromMessage(header, payload.pieces());
   // With a mesh, chunks are numbered within their rank on the wire.
-  contribution.chunk += first_on_wire_;
+  contribution.chunk += first_of_rank_;
   return Contribute(contribution);
 }
 
@@ -208,7 +208,7 @@ absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
                                .may_guess = request.may_guess(),
                                .in_place = true};
   for (const uint32_t chunk : request.chunks()) {
-    contribution.chunk = int64_t{chunk} + first_on_wire_;
+    contribution.chunk = int64_t{chunk} + first_of_rank_;
     BALLAST_RETURN_IF_ERROR(Contribute(contribution));
   }
   return absl::OkStatus();
@@ -240,7 +240,7 @@ void TrainStream::StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame)
   const auto stop = [this](const auto& header, absl::Span<const uint32_t> on_wire,
                            Done<bool> done) {
     std::vector<int64_t> chunks;
-    for (const uint32_t chunk : on_wire) chunks.push_back(int64_t{chunk} + first_on_wire_);
+    for (const uint32_t chunk : on_wire) chunks.push_back(int64_t{chunk} + first_of_rank_);
     return rank_stream_->StopProvisional({header.step(), header.attempt()},
                                          header.micro_step_begin(), chunks, std::move(done));
   };

@@ -82,7 +82,7 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   std::shared_ptr<Job> job_;  // Null before the first message.
   std::unique_ptr<RankStream> rank_stream_;
   size_t rank_chunks_ = 0;  // The number of chunks in the rank's partition.
-  int first_on_wire_ = 0;   // Layout::first_on_wire of the rank.
+  int first_of_rank_ = 0;   // Layout::first_of_rank of the rank.
   // The last attempt that may have a gradient with may_guess.
   std::optional<StepAttempt> may_guess_at_;
 };

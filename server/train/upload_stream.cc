@@ -158,7 +158,7 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
   }
   const absl::Span<const Chunk> chunks = job_->layout().chunks();
   // In 64 bits, in which no number from the wire overflows.
-  const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_on_wire(rank_);
+  const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_of_rank(rank_);
   if (chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != rank_) {
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
                                                    rank_, "'s, of ", chunks.size(), " in all"));

@@ -87,36 +87,31 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
 
 absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) {
   const Layout& layout = job_->layout();
-  size_t chunks = layout.chunks().size();
-  // With a mesh, chunks are numbered within their rank on the wire, so it has to be said which.
-  if (layout.has_mesh()) {
-    if (request.rank() < 0 || request.rank() >= layout.world_size()) {
-      return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ",
-                                                     request.name(), ", which has world size ",
-                                                     layout.world_size()));
-    }
-    chunks = layout.chunks_of_rank(request.rank()).size();
-    first_on_wire_ = layout.first_on_wire(request.rank());
+  if (request.rank() < 0 || request.rank() >= layout.world_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ", request.name(),
+                                                   ", which has world size ", layout.world_size()));
   }
+  const size_t chunks = layout.chunks_of_rank(request.rank()).size();
+  first_of_rank_ = layout.first_of_rank(request.rank());
   if (request.chunks().empty()) {
     chunks_.resize(chunks);
-    std::iota(chunks_.begin(), chunks_.end(), first_on_wire_);
+    std::iota(chunks_.begin(), chunks_.end(), first_of_rank_);
     return absl::OkStatus();
   }
   // Each at most once, so that an answer is no larger than the job.
   std::vector<bool> chosen(chunks, false);
   for (const uint32_t chunk : request.chunks()) {
     if (chunk >= chunks) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks,
-                       ", from 0 on; ask for those, or for none to have all"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "chunk ", chunk, " of rank ", request.rank(), " of ", request.name(), ", which has ",
+          chunks, ", from 0 on; ask for those, or for none to have all"));
     }
     if (chosen[chunk]) {
       return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " of ", request.name(),
                                                      " is asked for twice; name each once"));
     }
     chosen[chunk] = true;
-    chunks_.push_back(first_on_wire_ + static_cast<int>(chunk));
+    chunks_.push_back(first_of_rank_ + static_cast<int>(chunk));
   }
   return absl::OkStatus();
 }
@@ -125,7 +120,7 @@ absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
   BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
                            ReadWeights(*job_, generation_, step_, chunk));
-  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk - first_on_wire_),
+  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk - first_of_rank_),
                                      weights.bytes(), [memory = weights.memory] {});
 }
 

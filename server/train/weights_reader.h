@@ -37,7 +37,7 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   std::shared_ptr<Job> job_;
   Generation generation_;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
-  int first_on_wire_ = 0;  // Layout::first_on_wire of the rank whose weights are read.
+  int first_of_rank_ = 0;  // Layout::first_of_rank of the rank whose weights are read.
   std::vector<int> chunks_;
   size_t next_ = 0;
   grpc::ByteBuffer write_buffer_;

@@ -28,7 +28,7 @@ ALLOWED = {
 
 # The rooms of a module, top first. "front" is the headers at its root; the sources there are above all.
 ROOMS = {
-    "cpu_optimizer_service": ("front", "job/impl", "job/update", "job/state", "job/kept", "job/core", "job", "job/step",
+    "cpu_optimizer_service": ("front", "job/impl", "job/update", "job/state", "job/kept", "job/members", "job/core", "job", "job/step",
                               "state", "gradients", "kernels", "host", "common/history",
                               "common/plan", "common/norm", "common/text", "common/system", "common/limits",
                               "common"),

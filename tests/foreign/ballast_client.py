@@ -35,17 +35,17 @@ def reason_of(error):
 
 
 class Chunk:
-    def __init__(self, group, begin, end, rank):
-        self.group, self.begin, self.end, self.rank = group, begin, end, rank
+    def __init__(self, group, begin, end):
+        self.group, self.begin, self.end = group, begin, end
         self.elements = end - begin
 
 
-def chunks_of(job):
-    """All chunks of the job, in the order of their indices."""
+def chunks_of(job, rank):
+    """The rank's chunks, in the order of their indices."""
     chunks = []
-    for piece in sorted(job.partitions, key=lambda p: (p.group, p.begin)):
+    for piece in sorted((p for p in job.partitions if p.rank == rank), key=lambda p: (p.group, p.begin)):
         for begin in range(piece.begin, piece.end, job.chunk_elements):
-            chunks.append(Chunk(piece.group, begin, min(begin + job.chunk_elements, piece.end), piece.rank))
+            chunks.append(Chunk(piece.group, begin, min(begin + job.chunk_elements, piece.end)))
     return chunks
 
 
@@ -56,7 +56,7 @@ def round_up(size, unit):
 class SharedMemory:
     """The rank's memory file, mapped; `gradients` and `weights` are arrays by chunk."""
 
-    def __init__(self, offer, job, chunks, rank):
+    def __init__(self, offer, job, chunks):
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(SECONDS)
         self.connection.connect("\0" + offer.socket)
@@ -72,8 +72,6 @@ class SharedMemory:
         end = 0
         for arrays, dtype in ((self.gradients, "wire_dtype"), (self.weights, "return_dtype")):
             for index, chunk in enumerate(chunks):
-                if chunk.rank != rank:
-                    continue
                 of = DTYPES[getattr(job.groups[chunk.group], dtype)]
                 arrays[index] = np.frombuffer(self.memory, of, chunk.elements, end)
                 end = round_up(end + arrays[index].nbytes, 64)
@@ -101,11 +99,10 @@ class Rank:
         self.uid, self.job = self.attached.uid, self.attached.job
         self.committed_step = self.attached.committed_step
         self.mode = jobs_pb.SPECULATE if speculate else jobs_pb.WAIT
-        self.chunks = chunks_of(self.job)
-        self.mine = [index for index, chunk in enumerate(self.chunks) if chunk.rank == self.rank]
+        self.chunks = chunks_of(self.job, self.rank)
         self.shared = None
         if shared and self.attached.HasField("shared_memory"):
-            self.shared = SharedMemory(self.attached.shared_memory, self.job, self.chunks, self.rank)
+            self.shared = SharedMemory(self.attached.shared_memory, self.job, self.chunks)
         return self.attached
 
     def _open_message(self):
@@ -122,14 +119,14 @@ class Rank:
                 message.first_state.step = step
                 message.first_state.update_counts.extend(update_counts)
             yield train_pb.UploadWeightsRequest(open=message)
-            for index in self.mine:
-                payload = weights(self.chunks[index]).astype("<f4").tobytes()
+            for index, chunk in enumerate(self.chunks):
+                payload = weights(chunk).astype("<f4").tobytes()
                 yield train_pb.UploadWeightsRequest(
                     weights=train_pb.WeightChunk(header=train_pb.WeightHeader(chunk=index, step=step), payload=payload))
 
         answer = self.train.UploadWeights(messages(), timeout=SECONDS)
-        if answer.chunks != len(self.mine):
-            raise RuntimeError(f"the service took {answer.chunks} of {len(self.mine)} chunks")
+        if answer.chunks != len(self.chunks):
+            raise RuntimeError(f"the service took {answer.chunks} of {len(self.chunks)} chunks")
         self.committed_step = step
 
     def open(self, seconds=10 * SECONDS):
@@ -182,9 +179,9 @@ class Rank:
 
     def read_weights(self):
         """The committed weights of this rank's chunks."""
-        if not self.mine:
+        if not self.chunks:
             return
-        request = train_pb.ReadWeightsRequest(name=self.name, uid=self.uid, chunks=self.mine)
+        request = train_pb.ReadWeightsRequest(name=self.name, uid=self.uid, rank=self.rank)
         for message in self.train.ReadWeights(request, timeout=SECONDS):
             if message.WhichOneof("kind") == "weights":
                 self._take(message.weights.header.chunk, message.weights.payload, False)

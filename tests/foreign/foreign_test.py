@@ -166,7 +166,7 @@ class Game:
             rank.upload(first, begins_at, [counts.get(p.name, 0) for p in self.job.parameters])
         for rank in self.ranks:
             rank.open()
-            expect(not self.shared or rank.shared is not None or not rank.mine, "memory is shared")
+            expect(not self.shared or rank.shared is not None or not rank.chunks, "memory is shared")
 
     def go_on_from(self, step):
         """What another optimizer has made in so many steps."""
@@ -198,8 +198,7 @@ class Game:
                 wire = encode(made, group.wire)
                 sums[g] = decode(wire, group.wire) if m == 0 else sums[g] + decode(wire, group.wire)
                 for rank in self.ranks:
-                    for index in rank.mine:
-                        chunk = rank.chunks[index]
+                    for index, chunk in enumerate(rank.chunks):
                         if chunk.group == g:
                             part = wire[chunk.begin:chunk.end]
                             empty = not part.any() and not set(used) & set(self.parameters_in(chunk))
@@ -352,8 +351,7 @@ class Game:
                     same = np.array_equal(np.frombuffer(data, "<u4"), bits(group.planes[plane][at]))
                     expect(same, f"{PLANES[plane]} of {p.name} differs")
         for rank in self.ranks:
-            for index in rank.mine:
-                chunk = rank.chunks[index]
+            for index, chunk in enumerate(rank.chunks):
                 group = self.groups[chunk.group]
                 want = encode(group.planes[0][chunk.begin:chunk.end], group.returned)
                 expect(np.array_equal(bits(rank.weights[index]), bits(want)), f"weights of chunk {index} differ")

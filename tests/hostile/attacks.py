@@ -368,7 +368,7 @@ def discards_without_reading(target):
 
 def chunks_again(target):
     with target.job(elements=MEBI, chunk_elements=262144) as (name, uid, _):
-        if errors := target.read_all(TRAIN + "ReadWeights", message((1, f"jobs/{name}"), (2, uid), (4, bytes(60_000)))):
+        if errors := target.read_all(TRAIN + "ReadWeights", message((1, f"jobs/{name}"), (2, uid), (5, bytes(60_000)))):
             return errors
     raise AssertionError("a chunk was sent 60,000 times")
 

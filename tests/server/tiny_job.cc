@@ -206,7 +206,7 @@ grpc::Status TestWorker::Upload() {
   for (const int chunk : chunks_) {
     std::vector<float> values(256);
     for (int i = 0; i < UsedElements(chunk); ++i) values[i] = 0.5f + chunk + i / 1024.0f;
-    request.mutable_weights()->mutable_header()->set_chunk(chunk);
+    request.mutable_weights()->mutable_header()->set_chunk(OnWire(chunk));
     request.mutable_weights()->set_payload(values.data(), values.size() * sizeof(float));
     stream->Write(request);
   }
@@ -246,7 +246,7 @@ void TestWorker::Gradient(uint64_t step, int chunk, uint32_t micro_step, float v
   v1::TrainRequest request;
   v1::GradientHeader& header = *request.mutable_gradient()->mutable_header();
   header.set_step(step);
-  header.set_chunk(chunk);
+  header.set_chunk(OnWire(chunk));
   header.set_micro_step_begin(micro_step);
   header.set_micro_step_end(micro_step + 1);
   request.mutable_gradient()->set_payload(Payload(chunk, value));
@@ -298,7 +298,7 @@ void TestWorker::ReadUntilCommitted() {
     if (message.has_committed() || ended) return;
     if (message.has_decision()) decision_ = message.decision();
     if (message.has_weights()) {
-      weights_[message.weights().header().chunk()] = message.weights().payload();
+      weights_[chunks_[message.weights().header().chunk()]] = message.weights().payload();
     }
   }
 }

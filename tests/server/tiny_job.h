@@ -72,7 +72,10 @@ class TestWorker {
   // Reads to the stream's end, without closing this side.
   grpc::Status ReadUntilEnd();
 
-  const std::vector<int>& chunks() const { return chunks_; }  // Attach must have come before.
+  // Of this rank, by their index in the job. Attach must have come before.
+  const std::vector<int>& chunks() const { return chunks_; }
+  // Such a chunk's number in messages.
+  int OnWire(int chunk) const { return chunk - chunks_.front(); }
   const v1::StepDecision& decision() const { return decision_; }
   const std::map<int, std::string>& weights() const { return weights_; }  // By chunk.
   const v1::AttachWorkerResponse& attachment() const { return attachment_; }

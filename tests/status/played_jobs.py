@@ -90,12 +90,12 @@ class PlayedJob:
             size = 0.006 * (1 + 1.5 * math.exp(-step / 12)) * (1 + 0.2 * math.sin(step / 3))
             rank.begin()
             rank.await_acknowledgement()  # So that the service counts all of the pass.
-            for place, index in enumerate(rank.mine):
-                if self.hangs and number == HANGING_RANK and step > HANGS_AFTER and place >= len(rank.mine) // 2:
+            for index in range(len(rank.chunks)):
+                if self.hangs and number == HANGING_RANK and step > HANGS_AFTER and index >= len(rank.chunks) // 2:
                     self.stuck.set()
                     self.stopped.wait()
                     return
-                time.sleep(PACE_SECONDS / len(rank.mine) * (1 + 0.5 * number))
+                time.sleep(PACE_SECONDS / len(rank.chunks) * (1 + 0.5 * number))
                 chunk = rank.chunks[index]
                 made = random.normal(0, size, chunk.elements).astype(np.float32)
                 if step % 25 == 9 and index == 0:

@@ -155,7 +155,8 @@ class ClientRun : public OffloadedRun {
  protected:
   void Contribute(const Contribution& contribution) override {
     client::GradientPush push;
-    push.chunk = static_cast<int>(contribution.chunk);
+    const int rank = job_->layout().chunks()[contribution.chunk].rank;
+    push.chunk = static_cast<int>(contribution.chunk) - job_->layout().first_of_rank(rank);
     push.micro_step_begin = contribution.micro_step_begin;
     push.micro_step_end = contribution.micro_step_end;
     push.final = contribution.final;
@@ -164,7 +165,7 @@ class ClientRun : public OffloadedRun {
       const auto& payload = contribution.payload[0];
       push.payload = payloads_.emplace_back(payload.begin(), payload.end());
     }
-    Check(sessions_[job_->layout().chunks()[contribution.chunk].rank]->Push(std::move(push)));
+    Check(sessions_[rank]->Push(std::move(push)));
   }
   std::vector<std::byte> Returned(int chunk) override { return memory_[chunk]; }
 
@@ -181,7 +182,9 @@ class ClientRun : public OffloadedRun {
       options.job = spec_;
       options.rank = rank;
       options.seal_timeout = absl::Minutes(4);  // A test that goes wrong ends, and says why.
-      options.weights = [this](int chunk) { return absl::MakeSpan(memory_.at(chunk)); };
+      options.weights = [this, first = layout.first_of_rank(rank)](int chunk) {
+        return absl::MakeSpan(memory_.at(first + chunk));
+      };
       sessions_.push_back(client::Session::Open(service_.NewChannel(), std::move(options)).value());
     }
     job_ = service_.engine().FindJob(spec_.name).value();

@@ -118,7 +118,7 @@ _FUNCTIONS = {
     "ballast_open": [c.POINTER(Options), _POINTERS],
     "ballast_get_info": [c.c_void_p, c.POINTER(Info)],
     "ballast_trainer_state": [c.c_void_p, c.c_char_p, c.c_size_t, c.POINTER(c.c_size_t)],
-    "ballast_chunks": [c.c_void_p, c.c_int32, c.POINTER(Chunk), c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_chunks": [c.c_void_p, c.POINTER(Chunk), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_pieces": [c.c_void_p, c.c_int32, c.POINTER(Piece), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_write_state": [c.c_void_p, c.POINTER(StateWrite), VALUES, c.c_void_p],

@@ -288,7 +288,7 @@ class Session:
         """The number of elements of each parameter that this rank owns. It gives their gradients and gets their
         weights."""
         owned = [0] * len(self.job.parameters)
-        for chunk in self._list(_native.Chunk, "ballast_chunks", self.rank):
+        for chunk in self._list(_native.Chunk, "ballast_chunks"):
             for piece in self._list(_native.Piece, "ballast_pieces", chunk.index):
                 owned[piece.parameter] += piece.elements
         return owned
@@ -406,7 +406,7 @@ class Session:
     def gradient_memories(self) -> list[tuple[int, int]]:
         """(address, bytes) of all memory for gradients that is shared with the service."""
         memories = []
-        for chunk in self._list(_native.Chunk, "ballast_chunks", self.rank):
+        for chunk in self._list(_native.Chunk, "ballast_chunks"):
             data, size = ctypes.c_void_p(), ctypes.c_size_t()
             self._call("ballast_gradient_memory", chunk.index, ctypes.byref(data), ctypes.byref(size))
             if data.value:

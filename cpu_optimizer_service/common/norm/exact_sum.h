@@ -23,6 +23,7 @@ class ExactSum {
   void Add(absl::Span<const double> values);
   void Add(double value) { Add(absl::MakeConstSpan(&value, 1)); }
   void Add(const ExactSum& other);
+  bool finite() const { return (words_.back() & (kInfinity | kNan)) == 0; }
   // To nearest, ties to even. NaN if a value was; otherwise infinity if a value was.
   double Rounded() const;
 

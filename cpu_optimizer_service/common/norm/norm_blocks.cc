@@ -24,13 +24,18 @@ NormBlocks::Range BlocksWithin(int64_t begin, int64_t end, int64_t elements) {
   return {first, std::max(first, last)};
 }
 
+// The blocks of a parameter that have elements of the range.
+NormBlocks::Range BlocksAround(const ElementRange& range) {
+  return {range.begin / kBlockElements, DivideUp(range.end, kBlockElements)};
+}
+
 }  // namespace
 
 int64_t NormBlocks::CountOf(const Layout& layout) {
   int64_t count = 0;
   for (int group = 0; group < layout.group_count(); ++group) {
     for (const int parameter : layout.parameters_of_group(group)) {
-      count += DivideUp(layout.place(parameter).elements, kBlockElements);
+      count += BlocksAround(layout.RangeOfParameter(parameter)).count();
     }
   }
   return count;
@@ -42,7 +47,7 @@ int64_t NormBlocks::Bytes(const Layout& layout) {
   const int64_t cuts = layout.has_mesh() ? std::numeric_limits<int64_t>::max()
                                          : static_cast<int64_t>(layout.chunks().size());
   const int64_t numbers = 2 * std::min(cuts, CountOf(layout)) +
-                          static_cast<int64_t>(layout.spec().parameters.size()) + 1;
+                          2 * static_cast<int64_t>(layout.spec().parameters.size()) + 1;
   return numbers * int64_t{sizeof(int64_t)};
 }
 
@@ -50,25 +55,29 @@ NormBlocks::NormBlocks(const Layout& layout) : layout_(layout) {
   const auto parameters = static_cast<int>(layout.spec().parameters.size());
   first_block_.reserve(parameters + 1);
   first_block_.push_back(0);
+  skipped_blocks_.reserve(parameters);
   for (int p = 0; p < parameters; ++p) {
     // A frozen parameter has no gradient, and so no blocks.
-    const int64_t elements =
-        layout.spec().parameters[p].trainable ? layout.place(p).elements : int64_t{0};
-    first_block_.push_back(first_block_.back() + DivideUp(elements, kBlockElements));
+    const Range blocks =
+        layout.spec().parameters[p].trainable ? BlocksAround(layout.RangeOfParameter(p)) : Range();
+    first_block_.push_back(first_block_.back() + blocks.count());
+    skipped_blocks_.push_back(blocks.begin);
   }
-  // What is cut has a piece that ends within it.
+  // What is cut has a piece that begins or ends within it.
   for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
     layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-      const int64_t end = piece.parameter_offset + piece.elements;
-      // The end of the parameter cuts nothing: its last block may be short.
-      if (end == layout.place(piece.parameter).elements) return;
-      if (end % kBlockElements == 0) return;
-      const int64_t block = first_block_[piece.parameter] + end / kBlockElements;
-      // Many pieces in a row may end within the same.
-      if (cut_blocks_.empty() || cut_blocks_.back() != block) cut_blocks_.push_back(block);
+      const auto cut_at = [&](int64_t edge) {
+        // The end of the parameter cuts nothing: its last block may be short.
+        if (edge % kBlockElements == 0 || edge == layout.place(piece.parameter).elements) return;
+        const int64_t block = BlockOf(piece.parameter, edge);
+        // Many pieces in a row may begin and end within the same.
+        if (cut_blocks_.empty() || cut_blocks_.back() != block) cut_blocks_.push_back(block);
+      };
+      cut_at(piece.parameter_offset);
+      cut_at(piece.parameter_offset + piece.elements);
     });
   }
-  // With a mesh, chunks come rank by rank, so numbers are not in order; and a block with several
+  // Chunks come rank by rank, so numbers are not in order; and a block with several
   // cuts has come several times.
   std::sort(cut_blocks_.begin(), cut_blocks_.end());
   cut_blocks_.erase(std::unique(cut_blocks_.begin(), cut_blocks_.end()), cut_blocks_.end());
@@ -80,7 +89,7 @@ NormBlocks::WholeBlocks NormBlocks::WholeIn(const ChunkPiece& piece) const {
   const int64_t end = begin + piece.elements;
   const int64_t elements = layout_.place(piece.parameter).elements;
   const Range blocks = BlocksWithin(begin, end, elements);
-  const int64_t first_block = first_block_[piece.parameter];
+  const int64_t first_block = first_block_[piece.parameter] - skipped_blocks_[piece.parameter];
   // Pieces of a parameter that is sharded by columns are often shorter than a block.
   if (blocks.begin == blocks.end) {
     return {.blocks = {first_block + blocks.begin, first_block + blocks.begin},
@@ -94,7 +103,8 @@ NormBlocks::WholeBlocks NormBlocks::WholeIn(const ChunkPiece& piece) const {
 
 NormBlocks::Place NormBlocks::PlaceOfBlock(int64_t block) const {
   const int parameter = OwnerOf(first_block_, block);
-  const int64_t begin = (block - first_block_[parameter]) * kBlockElements;
+  const int64_t begin =
+      (block - first_block_[parameter] + skipped_blocks_[parameter]) * kBlockElements;
   return {.parameter = parameter,
           .begin = begin,
           .end = std::min(begin + kBlockElements, layout_.place(parameter).elements)};

@@ -4,7 +4,8 @@
 //   chunks     |----- 4 -------|------------ 9 ----------|     block 1 is cut
 //
 // A block inside one chunk is summed with the chunk. A block cut by the edge of a chunk can be summed
-// only once all of its elements are there: sums of its parts are not enough.
+// only once all of its elements are there: sums of its parts are not enough. In a layout of some
+// ranks, blocks with other ranks' elements are among those.
 //
 // Pure arithmetic; constant, and so thread-safe.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_NORM_NORM_BLOCKS_H_
@@ -27,6 +28,8 @@ class NormBlocks {
   struct Range {
     int64_t begin = 0;
     int64_t end = 0;
+
+    int64_t count() const { return end - begin; }
   };
   // Consecutive blocks inside one piece, from `chunk_offset` on. Only the last may be short.
   struct WholeBlocks {
@@ -41,7 +44,7 @@ class NormBlocks {
     int64_t end = 0;
   };
 
-  // The number of blocks in a job's trainable parameters.
+  // The number of blocks of a layout.
   static int64_t CountOf(const Layout& layout);
   // The maximal size of the tables.
   static int64_t Bytes(const Layout& layout);
@@ -49,22 +52,28 @@ class NormBlocks {
   // `layout` outlives it.
   explicit NormBlocks(const Layout& layout);
 
-  // All blocks of trainable parameters are numbered through, parameter after parameter in the order
-  // of declaration.
+  // The blocks of a trainable parameter from the first to the last that has elements in the layout.
+  // They are numbered through, parameter after parameter in the order of declaration.
   int64_t blocks() const { return first_block_.back(); }
   Range BlocksOfParameter(int parameter) const {
     return {first_block_[parameter], first_block_[parameter + 1]};
   }
   // The blocks inside the piece.
   WholeBlocks WholeIn(const ChunkPiece& piece) const;
-  // Those inside no chunk, ascending.
+  // Those that have elements in chunks but lie inside none, ascending.
   absl::Span<const int64_t> cut_blocks() const { return cut_blocks_; }
 
   Place PlaceOfBlock(int64_t block) const;
 
  private:
   const Layout& layout_;
-  std::vector<int64_t> first_block_;  // By parameter, and the end of the last one.
+  // The number of the block that `element` of a parameter is in.
+  int64_t BlockOf(int parameter, int64_t element) const {
+    return first_block_[parameter] + element / kBlockElements - skipped_blocks_[parameter];
+  }
+
+  std::vector<int64_t> first_block_;     // By parameter, and the end of the last one.
+  std::vector<int64_t> skipped_blocks_;  // By parameter: those before its first.
   std::vector<int64_t> cut_blocks_;
 };
 

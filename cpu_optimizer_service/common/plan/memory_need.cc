@@ -72,7 +72,7 @@ int64_t GradientBytes(const JobSpec& spec, const Layout& layout) {
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
   // Where a step has only one micro-step, its gradient stays in the format in which it came.
   if (spec.max_micro_steps == 1) return 0;
-  return layout.total_flat_elements() * static_cast<int64_t>(sizeof(float));
+  return layout.total_elements() * static_cast<int64_t>(sizeof(float));
 }
 
 int64_t SquareSumBytes(const Layout& layout) {

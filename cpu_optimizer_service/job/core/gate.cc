@@ -25,7 +25,7 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // The first four: from the last seal on, and again from the last vote on, the engine works on
     // the step with the listeners and the memory that ranks have then. So ranks come and go before
     // or after that.
-    // idle    open    voting  sealed  deciding updating clearing loading closed
+    // idle    open    reported sealed  deciding updating clearing loading closed
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kAttach
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kOpenStream
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kQuietRank
@@ -53,6 +53,8 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
     {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
     {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
+    // Words come in their order. Each finds its step where nothing works on it.
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kWait, kClos},  // kHear
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.
@@ -75,8 +77,9 @@ bool NeedsWholeState(Admission admission) {
 }  // namespace
 
 std::string_view Name(Phase phase) {
-  constexpr std::array<std::string_view, kPhases> kNames = {
-      "idle", "open", "voting", "sealed", "deciding", "updating", "clearing", "loading", "closed"};
+  constexpr std::array<std::string_view, kPhases> kNames = {"idle",     "open",     "reported",
+                                                            "sealed",   "deciding", "updating",
+                                                            "clearing", "loading",  "closed"};
   return kNames[static_cast<int>(phase)];
 }
 
@@ -89,9 +92,10 @@ std::string Gate::ToString() const {
 
 std::string_view Name(Admission admission) {
   constexpr std::array<std::string_view, kAdmissions> kNames = {
-      "attach",   "open stream", "quiet rank",   "rank memory", "snapshot",      "read",
-      "read now", "discard",     "supersede",    "abort",       "undo",          "write",
-      "decide",   "update",      "finish clear", "load",        "replace state", "close"};
+      "attach", "open stream",   "quiet rank", "rank memory", "snapshot",
+      "read",   "read now",      "discard",    "supersede",   "abort",
+      "undo",   "write",         "decide",     "update",      "finish clear",
+      "load",   "replace state", "close",      "hear"};
   return kNames[static_cast<int>(admission)];
 }
 
@@ -108,8 +112,10 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
       break;
     case Admission::kDiscard:
       // In other phases there is nothing to take back, which is the call's to say.
-      waits = (state.phase == Phase::kOpen || state.phase == Phase::kVoting) &&
+      waits = (state.phase == Phase::kOpen || state.phase == Phase::kReported) &&
               (rank.adding > 0 || rank.computing > 0);
+      // The lead opens the part again, or has decided it.
+      waits = waits || (state.follows && state.phase == Phase::kReported);
       break;
     case Admission::kSupersede:
       waits = rank.superseded > 0;
@@ -188,13 +194,13 @@ void Gate::StartDeciding() {
   state_.deciding = true;
 }
 
-void Gate::AwaitVotes() {
-  Move(Phase::kDeciding, Phase::kVoting);
+void Gate::AwaitLead() {
+  Move(Phase::kDeciding, Phase::kReported);
   state_.deciding = false;
 }
 
-void Gate::EndVoting() { Move(Phase::kVoting, Phase::kSealed); }
-void Gate::Reopen() { Move(Phase::kVoting, Phase::kOpen); }
+void Gate::GoOn() { Move(Phase::kReported, Phase::kSealed); }
+void Gate::Reopen() { Move(Phase::kReported, Phase::kOpen); }
 void Gate::Decide() { Move(Phase::kDeciding, Phase::kUpdating); }
 
 void Gate::Commit() {

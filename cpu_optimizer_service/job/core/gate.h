@@ -6,8 +6,8 @@
 //        v                                                              |
 //      idle --begin--> open --seal by all--> sealed --> deciding --> updating
 //        ^              |^                     ^            |
-//        |              |+-- a discard --+     | last vote  | votes are missing
-//        |              |                +-- voting <-------+
+//        |              |+-- a discard --+     | last vote  | votes, or members, are missing
+//        |              |                +- reported <------+
 //        |              +-- a new generation, from each of these four --+
 //        |                                                              v
 //        +---- cleared ---------------------------------------------- clearing
@@ -40,7 +40,7 @@ namespace ballast {
 enum class Phase : uint8_t {
   kIdle,      // Between steps.
   kOpen,      // A step has begun.
-  kVoting,    // All ranks have sealed, the norm is known, and votes are missing.
+  kReported,  // All ranks have sealed, the sums are known, and votes or members are missing.
   kSealed,    // All ranks have sealed; readers hold the decision back.
   kDeciding,  // Sums are finished, then the decision is made.
   kUpdating,  // Decided: chunks are updated, then the step is committed.
@@ -69,8 +69,9 @@ enum class Admission : uint8_t {
   kLoad,          // A load clears the step.
   kReplaceState,  // A load writes, without readers.
   kClose,
+  kHear,  // A word of the job's lead is taken.
 };
-inline constexpr int kAdmissions = 18;
+inline constexpr int kAdmissions = 19;
 
 std::string_view Name(Phase phase);
 std::string_view Name(Admission admission);
@@ -79,6 +80,7 @@ std::string_view Name(Admission admission);
 struct GateState {
   Phase phase = Phase::kIdle;
   bool torn = false;      // State is half loaded: only a load helps.
+  bool follows = false;   // Another member leads: it alone ends a reported part.
   bool deciding = false;  // A decision's task is running; during kClearing it ends without a
                           // decision.
   int64_t readers = 0;
@@ -110,7 +112,7 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
 
 class Gate {
  public:
-  explicit Gate(int world_size) : ranks_(world_size) {}
+  Gate(int world_size, bool follows) : ranks_(world_size) { state_.follows = follows; }
 
   // Called once, under the job's lock: with kGranted, with the reason of a refusal, or with nullopt
   // if the caller has cancelled.
@@ -136,9 +138,9 @@ class Gate {
   void BeginStep();               // idle -> open
   void Seal();                    // open -> sealed
   void StartDeciding();           // sealed -> deciding
-  void AwaitVotes();              // deciding -> voting
-  void EndVoting();               // voting -> sealed
-  void Reopen();                  // voting -> open
+  void AwaitLead();               // deciding -> reported
+  void GoOn();                    // reported -> sealed
+  void Reopen();                  // reported -> open
   void Decide();                  // deciding -> updating
   void Commit();                  // updating -> idle
   void EndDeciding();             // The decision's task ends without a decision, during clearing.

@@ -10,7 +10,7 @@ JobCore::JobCore(const Job& job, JobIdentity id, Layout its_layout, const JobEnv
       layout(std::move(its_layout)),
       environment(env),
       history(identity.spec),
-      gate(layout.world_size()),
+      gate(layout.world_size(), !identity.is_lead()),
       first_weights(static_cast<int64_t>(layout.chunks().size()), layout.world_size()),
       job_(job) {}
 

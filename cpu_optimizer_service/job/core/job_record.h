@@ -14,7 +14,7 @@
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
-#include "cpu_optimizer_service/job/step/step_lead.h"
+#include "cpu_optimizer_service/job/step/step_agreement.h"
 
 namespace ballast {
 
@@ -24,6 +24,9 @@ struct JobIdentity {
   Generation generation = 1;
   JobSpec spec;
   Derivation derivation;
+  int member = 0;  // Which of spec.members this service is.
+
+  bool is_lead() const { return member == spec.lead(); }
 };
 
 // A unique uid: 128 random bits in hex.
@@ -124,7 +127,18 @@ struct KeptDecision {
   bool coverage_complete = false;
   std::vector<HyperParameters> hyper_parameters;  // As StepUpdate's, as the next.
   std::vector<int64_t> update_counts;
-  SpeculationCounts speculation;
+  std::vector<double> group_norms;
+  SpeculationCounts speculation;  // This member's.
+  std::vector<uint64_t>
+      reports;  // At the lead: by member, the number of the report it is made from.
+};
+
+// A part of a step that all of the member's ranks have sealed, and that only the lead ends.
+struct KeptReport {
+  uint64_t number = 0;
+  uint32_t attempt = 0;
+  uint32_t micro_steps = 0;
+  std::optional<StepVote> vote;  // That the ranks sealed with, if it is one.
 };
 
 // A load in progress.
@@ -163,6 +177,12 @@ struct JobRecord {
   // By group: changes of UpdateGroup during a step; they follow its overrides.
   std::vector<HyperParameterOverrides> later_changes;
   std::optional<KeptDecision> decision;  // Of the step that is being carried out.
+  // With several members. At the lead: that of the last step, until the next one's, which says that
+  // all members have carried it out. At another member: what it has told the lead of its part.
+  std::optional<KeptDecision> last_decision;
+  std::optional<KeptReport> prepared;
+  uint64_t reports = 0;   // Made so far.
+  std::string lost_part;  // Why this generation's step cannot be kept; the lead is asked to end it.
   bool undid_update = false;  // The last undo was of an applied step: chunks go back, too.
   UndoneStep undone;          // The last one.
   std::optional<KeptWrite> writing;

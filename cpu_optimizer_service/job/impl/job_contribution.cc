@@ -186,9 +186,9 @@ Pending JobImpl::StopProvisional(const StreamKey& key, StepAttempt at, uint32_t 
 
 void JobImpl::SupersedeUpdates(int rank, StepAttempt at, uint32_t micro_step_begin,
                                absl::Span<const int64_t> chunks) {
-  const StepLead* const lead = machine_.lead();
-  if (machine_.stage() != StepMachine::Stage::kOpen || lead->step() != at.step ||
-      lead->ranks()[rank].attempt != at.attempt || !lead->CheckMayContribute(rank).ok()) {
+  const StepAgreement* const agreement = machine_.agreement();
+  if (machine_.stage() != StepMachine::Stage::kOpen || agreement->step() != at.step ||
+      agreement->ranks()[rank].attempt != at.attempt || !agreement->CheckMayContribute(rank).ok()) {
     return;
   }
   const auto chunk_count = static_cast<int64_t>(core_.layout.chunks().size());

@@ -35,19 +35,17 @@ void JobImpl::RunDecision() {
   std::vector<bool> claimed = executor_.ClaimSums();
   // What other tasks still compute is waited for in the gate. The last of them gives the turn, so
   // this goes on on a thread of the engine's.
-  core_.EnterHere(
-      Admission::kUpdate, -1,
-      [this, self = Self(), claimed = std::move(claimed)](absl::Status admitted)
-          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-            if (!admitted.ok()) return core_.gate.EndDeciding();  // Aborted meanwhile.
-            // Ranks have voted since the sums were known. A discard would have made the
-            // step an open one, without them.
-            if (machine_.lead()->group_sums().has_value()) {
-              return DecideOrAwaitVotes(std::nullopt);
-            }
-            core_.RunAfter([self = std::move(self), claimed = std::move(claimed),
-                            step = machine_.lead()->step()] { self->SumAndDecide(claimed, step); });
-          });
+  core_.EnterHere(Admission::kUpdate, -1,
+                  [this, self = Self(), claimed = std::move(claimed)](absl::Status admitted)
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                        if (!admitted.ok()) return core_.gate.EndDeciding();  // Aborted meanwhile.
+                        // It has been reported. A discard would have made the step an open one.
+                        if (machine_.agreement()->is_summed()) return DoNext();
+                        core_.RunAfter([self = std::move(self), claimed = std::move(claimed),
+                                        step = machine_.agreement()->step()] {
+                          self->SumAndDecide(claimed, step);
+                        });
+                      });
 }
 
 // An abort meanwhile does not clear the gradients: it waits for this (GateState::deciding).
@@ -55,11 +53,11 @@ void JobImpl::SumAndDecide(const std::vector<bool>& claimed, uint64_t step) {
   TaskPool& tasks = *core_.environment.tasks;
   executor_.ComputeClaimed(claimed, step);
   // What is left to sum is not little where chunks cut many blocks.
-  std::vector<double> group_sums = memory_.gradients->CombineSums(
+  PartSums sums = memory_.gradients->CombineSums(
       [&](int64_t count, absl::FunctionRef<void(int64_t)> body) { tasks.ForEach(count, body); });
   GoOnDeciding([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
     executor_.FinishAllSums();
-    DecideOrAwaitVotes(std::move(group_sums));
+    Report(std::move(sums));
   });
 }
 
@@ -70,46 +68,103 @@ void JobImpl::GoOnDeciding(absl::FunctionRef<void()> then) {
   then();
 }
 
-void JobImpl::DecideOrAwaitVotes(std::optional<std::vector<double>> group_sums) {
-  StepEffects effects;
-  const bool is_decided = machine_.SumsAreKnown(std::move(group_sums), effects);
-  if (!is_decided) core_.gate.AwaitVotes();
-  Perform(std::move(effects));
-  if (is_decided) DecideOrTry(decider_.MakeDraft());
+void JobImpl::Report(PartSums sums) {
+  machine_.SetSummed();
+  const StepAgreement& sealed = *machine_.agreement();
+  StepReport report = decider_.MakeReport(std::move(sums));
+  std::optional<StepVote> vote = machine_.CommonVote();
+  if (core_.identity.is_lead()) {
+    std::vector<ToMember> told;
+    StepLead& lead = LeadOfStep();
+    const int member = core_.identity.member;
+    lead.Stand(member, sealed.attempt(), sealed.live_since(), sealed.terms().settings, told);
+    lead.Report(member, sealed.attempt(), std::move(report), std::move(vote), told);
+    if (lead.is_ready()) return DecideFromReports();
+    AwaitLead();
+    return TellMembers(std::move(told));
+  }
+  // From this flip on only the lead ends the part. One that an earlier process reported has its
+  // number: the lead may have decided from it.
+  if (!core_.record.prepared.has_value()) {
+    core_.record.prepared = KeptReport{.number = ++core_.record.reports,
+                                       .attempt = sealed.attempt(),
+                                       .micro_steps = sealed.micro_steps(),
+                                       .vote = vote};
+    journal_.Keep();
+  }
+  to_lead_.report = {MemberWord::Report{.number = core_.record.prepared->number,
+                                        .attempt = sealed.attempt(),
+                                        .report = std::move(report),
+                                        .vote = std::move(vote)}};
+  AwaitLead();
+  Say(*to_lead_.report);
 }
 
-void JobImpl::DecideOrTry(Draft draft) {
+void JobImpl::DecideFromReports() {
+  Draft draft = decider_.MakeDraft();
   if (draft.is_settled()) return Decide(std::move(draft));
-  core_.RunAfter([this, self = Self(), draft = std::move(draft)]() mutable {
-    decider_.Try(draft);
-    GoOnDeciding([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { Decide(std::move(draft)); });
-  });
+  if (is_alone()) {
+    core_.RunAfter([this, self = Self(), draft = std::move(draft)]() mutable {
+      decider_.Try(draft).Settle(spec(), draft);
+      GoOnDeciding([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { Decide(std::move(draft)); });
+    });
+    return;
+  }
+  if (const auto trial = lead_.trial(); trial.has_value()) {
+    trial->Settle(spec(), draft);
+    return Decide(std::move(draft));
+  }
+  std::vector<ToMember> told;
+  lead_.Try(told);
+  AwaitLead();
+  TellMembers(std::move(told));
 }
 
 void JobImpl::Decide(Draft draft) {
-  const StepLead& sealed = *machine_.lead();
-  core_.history.SetGroupNorms(sealed.terms().step,
-                              GroupNorms(*sealed.group_sums(), sealed.terms().settings.scale));
-  if (draft.outcome.decision.apply) core_.bounds = std::move(draft.bounds);
+  const StepAgreement& sealed = *machine_.agreement();
+  KeptDecision decision = {
+      .outcome = draft.outcome,
+      .terms = sealed.terms(),
+      .vote = lead_.vote(),
+      .attempt = sealed.attempt(),
+      .micro_steps = sealed.micro_steps(),
+      .hyper_parameters = draft.update.hyper_parameters,
+      .update_counts = draft.update.update_counts,
+      .group_norms = GroupNorms(lead_.summary()->group_sums, sealed.terms().settings.scale)};
+  for (const Link& link : links_) decision.reports.push_back(link.report);
+  if (draft.outcome.decision.apply) core_.bounds = draft.bounds;
+  KeepDecision(std::move(decision), std::move(draft));
+  for (int member = 0; member < static_cast<int>(links_.size()); ++member) TellDecision(member);
+}
+
+void JobImpl::Decide(LeadWord::Decided decided) {
+  Draft draft;
+  draft.outcome = decided.decision.outcome;
+  draft.update = {.step = decided.decision.terms.step,
+                  .hyper_parameters = decided.decision.hyper_parameters,
+                  .multipliers = decided.decision.outcome.decision.multipliers,
+                  .update_counts = decided.decision.update_counts};
+  core_.record.prepared.reset();
+  to_lead_.report.reset();
+  KeepDecision(std::move(decided.decision), std::move(draft));
+}
+
+void JobImpl::KeepDecision(KeptDecision decision, Draft draft) {
+  to_lead_.wants_discard.reset();
+  core_.history.SetGroupNorms(decision.terms.step, decision.group_norms);
   // No stream is opened before the commit (kOpenStream), so its listeners are all that are to be
   // told. A death between this and the decision's record changes nothing that a later process would
   // find.
   const auto plan = std::make_shared<UpdatePlan>(executor_.MakePlan(std::move(draft)));
-  // The record is stored before any rank is told or any chunk is written: from here on a later
-  // process carries the step out, too.
-  core_.record.decision =
-      KeptDecision{.outcome = plan->outcome,
-                   .terms = sealed.terms(),
-                   .vote = sealed.vote(),
-                   .attempt = sealed.ranks()[0].attempt,
-                   .micro_steps = sealed.micro_steps(),
-                   .coverage_complete = machine_.ledger().IsWhole(sealed.micro_steps()),
-                   .hyper_parameters = plan->update.hyper_parameters,
-                   .update_counts = plan->update.update_counts,
-                   .speculation = plan->speculation.counts};
+  decision.coverage_complete = machine_.ledger().IsWhole(decision.micro_steps);
+  decision.speculation = plan->speculation.counts;
+  // The record is stored before any rank or member is told or any chunk is written: from here on a
+  // later process carries the step out, too.
+  const StepVote vote = decision.vote;
+  core_.record.decision = std::move(decision);
   journal_.Keep();
   core_.gate.Decide();
-  machine_.Decide();  // The commit point.
+  machine_.Decide(vote);  // The commit point.
   clock_.decided = std::chrono::steady_clock::now();
   core_.trace.Record(TraceEventKind::kDecided, plan->outcome.step, /*chunk=*/-1, clock_.sealed_ns);
   core_.RunAfter([this, self = Self(), plan] {
@@ -148,6 +203,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   core_.gate.Commit();
   core_.NotifyStepOver();
   saver_.SaveIfDue();
+  if (!core_.identity.is_lead()) SayStanding();
   // Memories are unmapped last: that takes long, and ranks wait for the commit.
   core_.RunAfter([listeners = std::move(plan.listeners), lenders = members_.table.TakeLenders(),
                   step = plan.outcome.step, update_seconds = times.updating]() mutable {
@@ -158,6 +214,8 @@ void JobImpl::Commit(UpdatePlan plan) {
 }
 
 void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
+  // The lead keeps it until all members have it, which the next decision shows.
+  if (core_.identity.is_lead() && !is_alone()) core_.record.last_decision = decided;
   if (spec().keep_previous) {
     // Before anything below changes what an undo is to bring back.
     core_.record.previous = PreviousState{.committed_step = core_.record.committed_step,

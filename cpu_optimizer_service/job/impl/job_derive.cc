@@ -25,7 +25,8 @@ absl::Status JobImpl::CheckMayDerive() const {
   }
   // Of a step that all ranks have taken back, or left, nothing is wanted.
   bool is_between = machine_.between_steps();
-  if (const StepLead* open = machine_.lead(); machine_.stage() == StepMachine::Stage::kOpen) {
+  if (const StepAgreement* open = machine_.agreement();
+      machine_.stage() == StepMachine::Stage::kOpen) {
     is_between = true;
     for (int rank = 0; rank < members_.table.size(); ++rank) {
       if (open->ranks()[rank].begun && members_.table[rank].listener != nullptr) is_between = false;

@@ -18,7 +18,17 @@ void JobImpl::ForgetUploads(int rank) {
 }
 
 void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
-  core_.record.generation = core_.record.generation.Next();
+  RaiseTo(core_.record.generation.Next(), std::move(why), std::move(then));
+}
+
+void JobImpl::RaiseTo(const Generation& generation, std::string why,
+                      absl::AnyInvocable<void() &&> then) {
+  std::vector<int> followers;  // Others are told when they stand at the committed step.
+  for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
+    if (links_[member].sink != nullptr && IsInStep(member)) followers.push_back(member);
+  }
+  core_.record.generation = generation;
+  raised_because_ = why;
   core_.Move();
   machine_.GiveUp(0);    // Streams that could still speak of it end.
   core_.bounds.clear();  // The state may become another one: a load's, or the step's before.
@@ -29,7 +39,14 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
   // The flip comes before anything is cleared: after a death in between, a later process finds the
   // step gone, and its ranks at an older generation.
   ++core_.record.epoch;
+  core_.record.prepared.reset();
+  core_.record.lost_part.clear();
   journal_.Keep();
+  lead_.Begin(core_.record.committed_step + 1);
+  for (const int member : followers) links_[member].sink->Send({LeadWord::Raised{generation, why}});
+  to_lead_.report.reset();
+  to_lead_.wants_discard.reset();
+  next_ = {};
   machine_.Drop();  // Nothing new can be added from here on.
   executor_.CancelAll();
   core_.gate.StartClearing();
@@ -45,12 +62,13 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
                         }
                         members_.Detach(std::move(detached), WithReason(absl::AbortedError(why),
                                                                         reason::kOlderGeneration));
+                        if (!core_.identity.is_lead()) SayStanding();
                         std::move(then)();
                       });
 }
 
 bool JobImpl::MaySkipStep() const {
-  return spec().on_abort == OnAbort::kSkip && machine_.CanBeSkipped();
+  return is_alone() && spec().on_abort == OnAbort::kSkip && machine_.CanBeSkipped();
 }
 
 void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
@@ -64,7 +82,7 @@ void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> t
 }
 
 KeptDecision JobImpl::SkipOf(absl::string_view why) const {
-  const StepTerms& terms = machine_.lead()->terms();
+  const StepTerms& terms = machine_.agreement()->terms();
   KeptDecision skip = {
       .outcome = {.step = terms.step,
                   .decision = {},

@@ -19,6 +19,15 @@ int64_t KeptBytes(const Layout& layout, int threads) {
          static_cast<int64_t>(2 * sizeof(uint64_t) * layout.chunks().size());
 }
 
+// By member, its lowest rank.
+std::vector<int> FirstRanks(const JobSpec& spec) {
+  std::vector<int> ranks;
+  for (int member = 0; member < spec.member_count(); ++member) {
+    ranks.push_back(spec.RanksOf(member).front());
+  }
+  return ranks;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
@@ -37,7 +46,9 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
   } else {
     BALLAST_ASSIGN_OR_RETURN(room, environment.budget->Reserve(bytes, "laying out a job"));
   }
-  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(identity.spec.layout));
+  BALLAST_ASSIGN_OR_RETURN(
+      Layout layout,
+      Layout::CreateForRanks(identity.spec.layout, identity.spec.RanksOf(identity.member)));
   return std::shared_ptr<JobImpl>(new JobImpl(std::move(identity), std::move(layout), environment));
 }
 
@@ -56,8 +67,10 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
                   }),
       writes_(core_, memory_, members_, journal_, view_, machine_),
       machine_(core_.identity.spec, core_.layout),
+      lead_(core_.identity.spec, core_.layout, FirstRanks(core_.identity.spec)),
+      links_(spec().member_count()),
       executor_(core_, memory_, journal_, view_, members_.table, machine_),
-      decider_(core_, memory_, executor_, machine_) {
+      decider_(core_, memory_, executor_, machine_, lead_) {
   if (core_.environment.named_memory != nullptr) {
     memory_.need.other_bytes += KeptBytes(core_.layout, core_.environment.tasks->threads());
   }
@@ -169,13 +182,13 @@ void JobImpl::TellWaiting() {
   uint64_t step = 0;
   {
     JobCore::Lock lock(core_);
-    const StepLead* given = machine_.undecided();
+    const StepAgreement* given = machine_.undecided();
     // Where all have sealed, and the engine is at work, no rank waits for another one.
     if (given == nullptr || !given->any_sealed() ||
         machine_.stage() == StepMachine::Stage::kSealed) {
       return;
     }
-    const bool voting = machine_.stage() == StepMachine::Stage::kVoting;
+    const bool voting = machine_.stage() == StepMachine::Stage::kReported;
     step = given->step();
     awaited = voting ? given->RanksWithoutVote() : given->UnsealedRanks();
     for (int rank = 0; rank < core_.layout.world_size(); ++rank) {
@@ -185,13 +198,14 @@ void JobImpl::TellWaiting() {
         sealed.push_back(members_.table[rank].listener);
     }
   }
+  if (awaited.empty()) return;  // All ranks of this member have voted: it waits for others.
   for (const auto& listener : sealed) listener->OnWaiting(step, awaited);
 }
 
 std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   JobCore::Lock lock(core_);
   // In other phases nobody waits for a rank, so no deadline applies.
-  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kVoting)
+  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kReported)
     return std::nullopt;
   return machine_.between_steps() ? std::nullopt : clock_.SecondsSinceFirstSeal();
 }
@@ -199,17 +213,32 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
 Pending JobImpl::AbortStep(Done<uint64_t> done) {
   return core_.Enter(
       Admission::kAbort, -1,
-      [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
-          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-            if (!admitted.ok()) return core_.Reply<uint64_t>(std::move(done), admitted);
-            // Kept for the answer: a step that is decided as a skip raises the committed
-            // step.
-            const uint64_t step = core_.record.committed_step + 1;
-            // What is still on its way must not meet the next attempt.
-            GiveUpStep(absl::StrCat("step ", step, " of job ", spec().name, " was aborted"),
-                       [this, self, step, done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
-                           job_lock) mutable { core_.Reply<uint64_t>(std::move(done), step); });
+      [this, self = shared_from_this(), done = std::move(done)](
+          absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+        // Ranks of another member may have begun it.
+        const bool is_begun_elsewhere = core_.gate.phase() == Phase::kIdle && !is_alone() &&
+                                        core_.identity.is_lead() && LeadOfStep().has_begun();
+        if (!admitted.ok() && !is_begun_elsewhere) {
+          return core_.Reply<uint64_t>(std::move(done), admitted);
+        }
+        // Kept for the answer: a step that is decided as a skip raises the committed
+        // step.
+        const uint64_t step = core_.record.committed_step + 1;
+        const std::string why =
+            absl::StrCat("step ", step, " of job ", spec().name, " was aborted");
+        if (!core_.identity.is_lead()) {
+          AskLead(why, [this, self, step, done = std::move(done)](
+                           absl::Status answered) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            core_.Reply<uint64_t>(std::move(done), answered.ok()
+                                                       ? absl::StatusOr<uint64_t>(step)
+                                                       : absl::StatusOr<uint64_t>(answered));
           });
+          return;
+        }
+        // What is still on its way must not meet the next attempt.
+        GiveUpStep(why, [this, self, step, done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                            job_lock) mutable { core_.Reply<uint64_t>(std::move(done), step); });
+      });
 }
 
 absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
@@ -244,8 +273,10 @@ bool JobImpl::IsBetweenSteps() const {
 
 bool JobImpl::IsAbandoned() const {
   JobCore::Lock lock(core_);
-  // In the other phases of a step the engine brings it to its end, whoever is there.
-  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kVoting) return false;
+  // In the other phases of a step the engine brings it to its end, whoever is there. So do other
+  // members with a reported part.
+  if (core_.gate.phase() == Phase::kReported && !is_alone()) return false;
+  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kReported) return false;
   return UseNow().streams == 0;
 }
 

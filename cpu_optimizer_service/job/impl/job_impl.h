@@ -5,10 +5,12 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -20,6 +22,7 @@
 #include "cpu_optimizer_service/job/job.h"
 #include "cpu_optimizer_service/job/kept/journal.h"
 #include "cpu_optimizer_service/job/kept/kept_job.h"
+#include "cpu_optimizer_service/job/members/words.h"
 #include "cpu_optimizer_service/job/state/loader.h"
 #include "cpu_optimizer_service/job/state/saver.h"
 #include "cpu_optimizer_service/job/state/state_origin.h"
@@ -128,6 +131,12 @@ class JobImpl : public Job {
     return loader_.Load(std::move(request), std::move(done));
   }
   std::string StateHash() override;
+
+  uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) override;
+  uint64_t OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) override;
+  void CloseLink(uint64_t number) override;
+  void HearMember(int member, uint64_t link, MemberWord word) override;
+  void HearLead(uint64_t link, LeadWord word) override;
   absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
   absl::Status GiveRankMemory(const RankHolder& holder,
                               std::shared_ptr<const RankMemory> memory) override;
@@ -194,8 +203,18 @@ class JobImpl : public Job {
   Succession TakePlace(uint64_t origin_moves);
 
   // ---- job_ranks.cc
-  void AttachNow(const AttachRequest& request, Done<Attachment> done)
+  // Where a call that attaches waits; 0: not there.
+  struct AttachWaits {
+    uint64_t turn = 0;  // In the gate.
+    uint64_t ask = 0;   // For the lead's answer.
+  };
+  void AttachInTurn(AttachRequest request, std::shared_ptr<AttachWaits> waits,
+                    Done<Attachment> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AttachByLead(AttachRequest request, std::optional<std::string> give_up,
+                    std::shared_ptr<AttachWaits> waits, Done<Attachment> done)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AttachNow(const AttachRequest& request, std::shared_ptr<AttachWaits> waits,
+                 Done<Attachment> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::StatusOr<std::unique_ptr<RankStream>> OpenNow(const OpenStreamRequest& request,
                                                       std::shared_ptr<RankListener> listener)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -209,6 +228,8 @@ class JobImpl : public Job {
   // Clears the undecided step and frees all ranks and their shared memory; tells their listeners
   // `reason`. `then` runs under the lock once all is cleared, before any other call's turn.
   void RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void RaiseTo(const Generation& generation, std::string reason, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The rank's part of first weights, or of a write of state, has to be sent again.
   void ForgetUploads(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -269,6 +290,93 @@ class JobImpl : public Job {
   absl::StatusOr<Accepted> Accept(const StreamKey& key, const Contribution& given)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void AddToGradient(const Contribution& given, const RankMemory* memory, RedoLane* lane);
+  // ---- job_members.cc
+  // At the lead, by member.
+  struct Link {
+    std::shared_ptr<WordSink<LeadWord>> sink;  // Null: there is no link.
+    uint64_t number = 0;
+    // As of the member's last Standing and Report on it.
+    Generation generation = 0;
+    uint64_t committed_step = 0;
+    uint64_t report = 0;
+  };
+  // At another member.
+  struct LeadLink {
+    struct Asked {
+      MemberWord word;
+      JobCore::Turn then;
+    };
+    std::shared_ptr<WordSink<MemberWord>> sink;  // Null: there is no link.
+    uint64_t number = 0;
+    std::optional<MemberWord> report;  // Of the reported part.
+    std::optional<int> wants_discard;
+    uint64_t norm_round = 0;
+    std::map<uint64_t, Asked> asks;  // Without an answer yet.
+    uint64_t last_ask = 0;
+  };
+  // What happens to the reported part where nothing else works on it: the lead decides, if it is
+  // ready; the update is tried; the lead's decision is carried out.
+  using NextForReported = std::variant<std::monostate, LeadWord::OfStep::Try, LeadWord::Decided>;
+
+  bool is_alone() const { return spec().member_count() == 1; }
+  bool is_reported() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    return core_.gate.phase() == Phase::kReported;
+  }
+  uint64_t DecidedStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Of the step after the decided one.
+  StepLead& LeadOfStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool IsInStep(int member) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Report& report, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Checked& checked, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Vote& vote, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Tried& tried, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Ask& ask, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TellMembers(std::vector<ToMember> told) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TellDecision(int member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Say(MemberWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The lead says it to itself, as the next two.
+  void SayStanding() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void SayVote() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void SayTrial(uint64_t round, StateTrial trial) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // `then` runs under the lock when the answer has come, and this member stands where the lead
+  // stood. UNAVAILABLE: ask again.
+  uint64_t AskLead(std::optional<std::string> give_up, JobCore::Turn then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Takes the word in its turn.
+  void Hear(LeadWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::OfStep& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Decided& decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Raised& raised) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Answer& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, ToMember::Live& live) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, ToMember::OtherSettings& other)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, ToMember::Refused& refused)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, ToMember::CheckUses& check)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, LeadWord::OfStep::Norm& known)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, LeadWord::OfStep::VoteAgain& again)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, LeadWord::OfStep::Try& tried)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The error of a rank that begins an attempt whose settings have been refused.
+  absl::Status CheckSettings(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void GoOnIfReady() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void GoOnWith(NextForReported next) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void DoNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AwaitLead() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The part is not reported any more.
+  void ForgetReport() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
   // ---- job_decision.cc
   // The step is sealed, with all known votes: decides it once there are no readers.
   void AwaitDecision() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -278,12 +386,14 @@ class JobImpl : public Job {
   void SumAndDecide(const std::vector<bool>& claimed, uint64_t step);
   // Calls `then` under the lock, unless the step was aborted meanwhile.
   void GoOnDeciding(absl::FunctionRef<void()> then);
-  // The sums are known: decides, or lets the ranks vote.
-  void DecideOrAwaitVotes(std::optional<std::vector<double>> group_sums)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Tries the draft without the lock, if necessary.
-  void DecideOrTry(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The sums are known: reports them, and goes on.
+  void Report(PartSums sums) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The lead, once all have reported and voted. Has the draft tried without the lock, if necessary.
+  void DecideFromReports() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Decide(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Decide(LeadWord::Decided decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The commit point of this member.
+  void KeepDecision(KeptDecision decision, Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Applies the changes of hyper-parameters by steps and operators, once the step is over.
   void TakeOverrides(const StepSettings& settings, const StepVote& vote)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -306,7 +416,7 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status CheckStepsInTable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status RollForward(const KeptDecision& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status Replay(const StepWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Of each rank's attempt, into the gradients' memory and the ledger.
   absl::Status RestoreContributions(const std::vector<uint32_t>& attempts)
@@ -322,6 +432,19 @@ class JobImpl : public Job {
   Loader loader_;
   StateWrites writes_;
   StepMachine machine_ ABSL_GUARDED_BY(job_lock);
+  StepLead lead_ ABSL_GUARDED_BY(job_lock);
+  std::vector<Link> links_ ABSL_GUARDED_BY(job_lock);
+  LeadLink to_lead_ ABSL_GUARDED_BY(job_lock);
+  uint64_t last_link_ ABSL_GUARDED_BY(job_lock) = 0;
+  NextForReported next_ ABSL_GUARDED_BY(job_lock);
+  // The last attempt that this member's ranks began otherwise than others.
+  struct RefusedSettings {
+    Generation generation = 0;
+    StepAttempt at = 0;
+    absl::Status why;
+  };
+  RefusedSettings refused_settings_ ABSL_GUARDED_BY(job_lock);
+  std::string raised_because_ ABSL_GUARDED_BY(job_lock);  // The last generation.
   StepClock clock_ ABSL_GUARDED_BY(job_lock);
   std::optional<StepNorm> told_norm_ ABSL_GUARDED_BY(job_lock);  // The last one.
   Executor executor_;

@@ -62,21 +62,70 @@ Pending JobImpl::Attach(AttachRequest request, Done<Attachment> done) {
     std::move(done)(std::move(status));
     return {};
   }
-  const int rank = request.rank;
-  // What is sealed and whole rolls forward first, so an update under way is waited for.
-  return core_.Enter(Admission::kAttach, rank,
-                     [this, self = shared_from_this(), request = std::move(request),
-                      done = std::move(done)](absl::Status admitted)
-                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-                           if (admitted.ok())
-                             admitted = members_.CheckMayAttach(request, committed_step());
-                           if (!admitted.ok())
-                             return core_.Reply<Attachment>(std::move(done), admitted);
-                           AttachNow(request, std::move(done));
-                         });
+  auto waits = std::make_shared<AttachWaits>();
+  {
+    JobCore::Section section(core_);
+    if (core_.identity.is_lead()) {
+      AttachInTurn(std::move(request), waits, std::move(done));
+    } else {
+      AttachByLead(std::move(request), std::nullopt, waits, std::move(done));
+    }
+    if (waits->turn == 0 && waits->ask == 0) return {};
+  }
+  return Pending([this, weak = weak_from_this(), waits] {
+    const std::shared_ptr<const Job> alive = weak.lock();
+    if (alive == nullptr) return;
+    JobCore::Section section(core_);
+    core_.gate.Cancel(waits->turn);
+    if (auto ask = to_lead_.asks.extract(waits->ask); !ask.empty()) {
+      std::move(ask.mapped().then)(core_.StatusOf(std::nullopt));
+    }
+  });
 }
 
-void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
+void JobImpl::AttachInTurn(AttachRequest request, std::shared_ptr<AttachWaits> waits,
+                           Done<Attachment> done) {
+  const int rank = request.rank;
+  AttachWaits& numbers = *waits;
+  // What is sealed and whole rolls forward first, so an update under way is waited for.
+  const uint64_t turn =
+      core_.EnterHere(Admission::kAttach, rank,
+                      [this, self = Self(), request = std::move(request), waits = std::move(waits),
+                       done = std::move(done)](absl::Status admitted)
+                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                            waits->turn = 0;
+                            if (admitted.ok())
+                              admitted = members_.CheckMayAttach(request, committed_step());
+                            if (!admitted.ok())
+                              return core_.Reply<Attachment>(std::move(done), admitted);
+                            AttachNow(request, std::move(waits), std::move(done));
+                          });
+  if (turn != 0) numbers.turn = turn;
+}
+
+// A rank takes the generation and the step of its job from the lead. Words come in their order, so
+// when the answer is there this member stands where the lead stood.
+void JobImpl::AttachByLead(AttachRequest request, std::optional<std::string> give_up,
+                           std::shared_ptr<AttachWaits> waits, Done<Attachment> done) {
+  AttachWaits& numbers = *waits;
+  numbers.ask = AskLead(
+      std::move(give_up),
+      [this, self = Self(), request = std::move(request), waits = std::move(waits),
+       done = std::move(done)](absl::Status answered)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            waits->ask = 0;
+            if (answered.ok()) {
+              return AttachInTurn(std::move(request), std::move(waits), std::move(done));
+            }
+            if (!absl::IsUnavailable(answered)) {
+              return core_.Reply<Attachment>(std::move(done), answered);
+            }
+            AttachByLead(std::move(request), std::nullopt, std::move(waits), std::move(done));
+          });
+}
+
+void JobImpl::AttachNow(const AttachRequest& request, std::shared_ptr<AttachWaits> waits,
+                        Done<Attachment> done) {
   // The older process may still be there, with gradients on their way. A rank whose stream has
   // ended between steps is free, and so taken from nobody.
   const bool taken = members_.table.IsTakenFrom(request.rank, request.process_id);
@@ -97,19 +146,23 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
   // A process that attaches anew in mid-step does the step anew: what was sent before must not meet
   // what is sent now.
   if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
+    const std::string why =
+        absl::StrCat(taken ? "a new process" : "a new session of its process", " has taken rank ",
+                     request.rank, " of job ", spec().name,
+                     taken ? "; if that is another training, give it its own job name" : "");
+    if (!core_.identity.is_lead()) {
+      return AttachByLead(request, why, std::move(waits), std::move(done));
+    }
     if (MaySkipStep()) {  // Streams go on then, but not the older one of this rank.
       members_.EndStream(request.rank, taken ? reason::kRankReplaced : reason::kStreamReplaced,
                          absl::StrCat("another process or session has taken rank ", request.rank,
                                       " of job ", spec().name));
     }
-    GiveUpStep(absl::StrCat(taken ? "a new process" : "a new session of its process",
-                            " has taken rank ", request.rank, " of job ", spec().name,
-                            taken ? "; if that is another training, give it its own job name" : ""),
-               [this, take, done = std::move(done)]()
-                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-                     members_.Detach(take(), absl::OkStatus());
-                     core_.Reply<Attachment>(std::move(done), PositionNow());
-                   });
+    GiveUpStep(why, [this, take, done = std::move(done)]()
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                          members_.Detach(take(), absl::OkStatus());
+                          core_.Reply<Attachment>(std::move(done), PositionNow());
+                        });
     return;
   }
   // An older stream may be broken, though nothing here has noticed: when that ends it must not take
@@ -210,14 +263,14 @@ void JobImpl::CloseStream(const StreamKey& key, const std::string& why) {
 }
 
 bool JobImpl::HasBegun(int rank) const {
-  return !machine_.between_steps() && machine_.lead()->ranks()[rank].has_part();
+  return !machine_.between_steps() && machine_.agreement()->ranks()[rank].has_part();
 }
 
 RankPosition JobImpl::PositionOf(int rank) const {
   RankPosition position;
   position.generation = core_.record.generation;
   position.committed_step = committed_step();
-  const StepLead* given = machine_.undecided();
+  const StepAgreement* given = machine_.undecided();
   if (given == nullptr) return position;
   // Also of an attempt that the rank has not begun: it may have discarded those before.
   position.attempt = given->ranks()[rank].attempt;

@@ -145,7 +145,19 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       if (core_.record.undid_update) memory_.store->SwitchBack(core_.record.committed_step);
       memory_.store->SetStep(core_.record.committed_step);
       BALLAST_RETURN_IF_ERROR(writes_.TakeOver(story));
-      TakeOverStep(story);
+      BALLAST_RETURN_IF_ERROR(TakeOverStep(story));
+    }
+    if (!core_.record.lost_part.empty()) AskLead(core_.record.lost_part, [](absl::Status) {});
+  }
+  {
+    // A part that was reported: its sums are computed again.
+    JobCore::Section section(core_);
+    if (machine_.stage() == StepMachine::Stage::kSealed) {
+      core_.gate.Seal();
+      clock_.SealsAre(true);
+      clock_.sealed = std::chrono::steady_clock::now();
+      clock_.sealed_ns = core_.trace.Begin(machine_.agreement()->step());
+      AwaitDecision();
     }
   }
   // Without the lock, on a thread that may wait for the disk. The gate says meanwhile that the job
@@ -250,7 +262,7 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
 
 // ---------------------------------------------------------------- an undecided step
 
-void JobImpl::TakeOverStep(std::string& story) {
+absl::Status JobImpl::TakeOverStep(std::string& story) {
   absl::Status status;
   const absl::Status read = journal_.kept()->ReadLog(
       core_.record.epoch, [&](StepWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
@@ -258,10 +270,13 @@ void JobImpl::TakeOverStep(std::string& story) {
       });
   if (status.ok()) status = read;
   // Seals and votes are not in the log: ranks that come back say them again.
-  const StepLead* const open = machine_.lead();
+  const StepAgreement* const open = machine_.agreement();
   if (status.ok() && open == nullptr) {
     const absl::StatusOr<bool> has_any = journal_.kept()->HasContributions(core_.record.epoch);
-    if (has_any.ok() && !*has_any) return journal_.kept()->FreeLeftLanes();
+    if (has_any.ok() && !*has_any) {
+      journal_.kept()->FreeLeftLanes();
+      return absl::OkStatus();
+    }
     // Each rank that gave one had begun, and said so first.
     status = has_any.ok()
                  ? absl::DataLossError(absl::StrCat(journal_.kept()->arenas().WhatIs("log"),
@@ -277,8 +292,16 @@ void JobImpl::TakeOverStep(std::string& story) {
   if (status.ok()) {
     machine_.SetTakenOver();
     absl::StrAppend(&story, ", with all that its step ", step, " had been given");
-    return;
+    auto& prepared = core_.record.prepared;
+    if (prepared.has_value() && prepared->attempt == open->attempt()) {
+      machine_.TakeOverReport(prepared->micro_steps, prepared->vote);
+    } else {
+      prepared.reset();  // Of an attempt that was discarded since.
+    }
+    return absl::OkStatus();
   }
+  // The lead may have decided it.
+  if (core_.record.prepared.has_value()) return status;
   // What cannot be kept whole is skipped, or done again by its ranks: as GiveUpStep has it.
   std::optional<KeptDecision> skip;
   if (MaySkipStep()) skip = SkipOf(status.message());
@@ -297,16 +320,24 @@ void JobImpl::TakeOverStep(std::string& story) {
     RecordStep(*std::move(skip), /*times=*/{});
     machine_.GiveUp(step);
     journal_.kept()->ClearLedger();
-    return memory_.store->SetStep(step);
+    memory_.store->SetStep(step);
+    return absl::OkStatus();
   }
   for (int rank = 0; rank < members_.table.size(); ++rank) ForgetUploads(rank);
   (void)members_.table.FreeAll();
   core_.record.later_changes.assign(core_.record.later_changes.size(), {});
-  core_.record.generation = core_.record.generation.Next();
+  if (core_.identity.is_lead()) {
+    core_.record.generation = core_.record.generation.Next();
+  } else {
+    core_.record.lost_part =
+        absl::StrCat("member ", spec().members[core_.identity.member].address,
+                     " has lost its part of step ", step, ": ", status.message());
+  }
   ++core_.record.epoch;
   journal_.Keep();
   journal_.kept()->FreeLeftLanes();
   journal_.kept()->ClearLedger();  // Of the epoch before.
+  return absl::OkStatus();
 }
 
 absl::Status JobImpl::Replay(const StepWord& word) {

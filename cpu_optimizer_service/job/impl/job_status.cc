@@ -92,7 +92,7 @@ JobStatus JobImpl::Status() const {
     case StepMachine::Stage::kSealed:
       status.phase = JobPhase::kSealed;
       break;
-    case StepMachine::Stage::kVoting:
+    case StepMachine::Stage::kReported:
       status.phase = JobPhase::kVoting;
       break;
     case StepMachine::Stage::kDecided:
@@ -134,7 +134,7 @@ RankProgress JobImpl::ProgressOf(int rank) const {
   progress.writes_state = writes_.HasEnded(rank);
   progress.chunks = static_cast<int64_t>(chunks.size());
   if (machine_.between_steps()) return progress;
-  const RankInStep* const state = &machine_.lead()->ranks()[rank];
+  const RankInStep* const state = &machine_.agreement()->ranks()[rank];
   progress.attempt = state->attempt;
   progress.begun = state->begun;
   progress.micro_steps_ended = machine_.part().rank(rank).micro_steps_ended;

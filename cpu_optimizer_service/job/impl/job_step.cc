@@ -57,8 +57,9 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
   }
   BALLAST_RETURN_IF_ERROR(CheckMayOpen());
   StepEffects effects;
-  const absl::Status begun = machine_.Begin(Before(), key.rank, at, settings, effects);
+  absl::Status begun = machine_.Begin(Before(), key.rank, at, settings, effects);
   Perform(std::move(effects));
+  if (begun.ok()) begun.Update(CheckSettings(key.rank));
   return begun;
 }
 
@@ -93,7 +94,7 @@ absl::Status JobImpl::Report(const StreamKey& key, StepAttempt at, const RankRep
   const JobCore::Lock lock(core_);
   BALLAST_RETURN_IF_ERROR(members_.CheckCurrent(key));
   // Of a step that is decided it is a repeat: a reopened stream brings it again.
-  const StepLead* given = machine_.undecided();
+  const StepAgreement* given = machine_.undecided();
   if (given != nullptr && given->step() == at.step &&
       given->ranks()[key.rank].attempt == at.attempt) {
     core_.history.Report(at.step, key.rank, report);
@@ -136,15 +137,21 @@ Pending JobImpl::Discard(const StreamKey& key, StepAttempt at, Done<bool> done) 
     JobCore::Lock lock(core_);
     // Should this call be cancelled before its turn, nothing is lost: the decision computes the
     // sums that are missing, and updates after it what was not updated ahead of it.
-    const StepLead* given = machine_.undecided();
+    const StepAgreement* given = machine_.undecided();
     if (members_.table.IsCurrent(key) && given != nullptr && given->step() == at.step &&
         given->ranks()[key.rank].attempt == at.attempt) {
       executor_.Cancel(key.rank);
+      // Of a reported part it is the lead's to grant: it opens the part again (Gate).
+      if (!core_.identity.is_lead() && given->IsLive(key.rank)) {
+        to_lead_.wants_discard = key.rank;
+        if (is_reported()) SayStanding();
+      }
     }
   }
   return core_.Enter(Admission::kDiscard, key.rank,
                      [this, self = Self(), key, at, done = std::move(done)](absl::Status admitted)
                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                           if (to_lead_.wants_discard == key.rank) to_lead_.wants_discard.reset();
                            core_.Reply<bool>(std::move(done), admitted.ok()
                                                                   ? DiscardNow(key, at)
                                                                   : absl::StatusOr<bool>(admitted));
@@ -167,26 +174,27 @@ void JobImpl::Perform(StepEffects effects) {
   if (effects.opened) {
     core_.gate.BeginStep();
     clock_ = {.opened = std::chrono::steady_clock::now()};
-    core_.trace.Mark(TraceEventKind::kBegun, machine_.lead()->step());
+    core_.trace.Mark(TraceEventKind::kBegun, machine_.agreement()->step());
   }
-  if (effects.reopened) core_.gate.Reopen();
-  if (effects.has_terms) UseTerms(machine_.lead()->terms());
+  if (effects.reopened) {
+    core_.gate.Reopen();
+    ForgetReport();
+  }
+  if (effects.has_terms) UseTerms(machine_.agreement()->terms());
   for (const StepWord& word : effects.words) journal_.KeepWord(word);
   // No rank's provisional updates of the attempt that was live can become the state.
   if (effects.live_is_over) executor_.StopSpeculating();
   if (effects.forgotten.has_value()) ForgetGiven(*effects.forgotten);
-  clock_.SealsAre(machine_.lead() != nullptr && machine_.lead()->any_sealed());
+  clock_.SealsAre(machine_.agreement() != nullptr && machine_.agreement()->any_sealed());
   if (effects.sealed) {
-    if (core_.gate.phase() == Phase::kVoting) {
-      core_.gate.EndVoting();
-    } else {
-      core_.gate.Seal();
-      clock_.sealed = std::chrono::steady_clock::now();
-      clock_.sealed_ns = core_.trace.Begin(machine_.lead()->step());
-    }
+    core_.gate.Seal();
+    clock_.sealed = std::chrono::steady_clock::now();
+    clock_.sealed_ns = core_.trace.Begin(machine_.agreement()->step());
     AwaitDecision();
   }
   if (!effects.told.empty()) TellRanks(std::move(effects.told));
+  if (effects.voted) SayVote();
+  if (!is_alone() && (effects.has_terms || effects.live_is_over)) SayStanding();
 }
 
 void JobImpl::UseTerms(const StepTerms& terms) {
@@ -212,13 +220,11 @@ void JobImpl::ForgetGiven(int rank) {
 }
 
 void JobImpl::TellRanks(std::vector<StepEffects::ToRank> told) {
-  const uint64_t step = machine_.lead()->step();
-  bool is_new = true;
+  const uint64_t step = machine_.agreement()->step();
   for (StepEffects::ToRank& each : told) {
     const std::shared_ptr<RankListener>& listener = members_.table[each.rank].listener;
     if (listener == nullptr) continue;
     if (std::holds_alternative<StepEffects::NormIsKnown>(each.what)) {
-      if (std::exchange(is_new, false)) told_norm_ = decider_.Norm();
       core_.RunAfter([listener, norm = *told_norm_] { listener->OnNorm(norm); });
     } else if (auto* vote = std::get_if<StepEffects::VoteRefused>(&each.what)) {
       core_.RunAfter([listener, refused = std::move(*vote)] {

@@ -117,9 +117,13 @@ void Fields(Each&& each, GroupSpec& v) {
   each(v.name, v.hyper_parameters, v.wire_dtype, v.return_dtype);
 }
 template <typename Each>
+void Fields(Each&& each, MemberSpec& v) {
+  each(v.address);
+}
+template <typename Each>
 void Fields(Each&& each, JobSpec& v) {
   each(v.name, v.groups, v.layout, v.on_abort, v.unused_policy, v.max_micro_steps, v.update_mode,
-       v.keep_previous);
+       v.keep_previous, v.members, v.homes);
 }
 template <typename Each>
 void Fields(Each&& each, Derivation& v) {
@@ -127,13 +131,17 @@ void Fields(Each&& each, Derivation& v) {
 }
 template <typename Each>
 void Fields(Each&& each, JobIdentity& v) {
-  each(v.uid, v.generation, v.spec, v.derivation);
+  each(v.uid, v.generation, v.spec, v.derivation, v.member);
 }
 
 template <typename Each>
 void Fields(Each&& each, KeptDecision& v) {
   each(v.outcome, v.terms, v.vote, v.attempt, v.micro_steps, v.coverage_complete,
-       v.hyper_parameters, v.update_counts, v.speculation);
+       v.hyper_parameters, v.update_counts, v.group_norms, v.speculation, v.reports);
+}
+template <typename Each>
+void Fields(Each&& each, KeptReport& v) {
+  each(v.number, v.attempt, v.micro_steps, v.vote);
 }
 template <typename Each>
 void Fields(Each&& each, KeptLoad& v) {
@@ -169,7 +177,7 @@ void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks&
        record.trainer_state, record.history, record.resumed_uid, record.previous, record.epoch,
        record.closed, weights_complete, record.loading, record.torn_by, record.later_changes, ranks,
        record.decision, record.undid_update, record.undone, record.writing, record.state_writes,
-       record.ancestors);
+       record.ancestors, record.last_decision, record.prepared, record.reports, record.lost_part);
 }
 
 constexpr char kRecordLabel[] = "record";

@@ -51,7 +51,7 @@ std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank
   const int64_t count = static_cast<int64_t>(missing.parameters.size()) + missing.more_parameters;
   const bool more = missing.more_parameters > 0;
   absl::Status status = absl::FailedPreconditionError(absl::StrCat(
-      "step ", given.lead.step(), ": rank ", rank, ", micro-step ", *micro_step,
+      "step ", given.agreement.step(), ": rank ", rank, ", micro-step ", *micro_step,
       ": backward reached none of its ", count, " parameters (",
       absl::StrJoin(missing.parameters, ", "), more ? ", ..." : "",
       "); find out why its hooks did not fire, abort the step and redo it; if this is intended, "
@@ -61,7 +61,7 @@ std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank
 
 std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
                                             uint32_t micro_steps) {
-  const uint64_t step = given.lead.step();
+  const uint64_t step = given.agreement.step();
   // By micro-step, because a refusal names the first ones. Parameters are a set: they may lie in
   // several chunks.
   std::map<uint32_t, std::set<int>> missing;  // Parameters by first missing micro-step.
@@ -129,12 +129,12 @@ std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
       // An empty contribution counts as zeros. Where a parameter was used, zeros would take the
       // place of its gradient.
       for (const auto& [begin, end] : of_chunk.second) {
-        const std::optional<uint32_t> micro_step = given.part.FirstUse(part.parameter, begin, end);
+        const std::optional<uint32_t> micro_step = given.uses.FirstUse(part.parameter, begin, end);
         if (!micro_step.has_value()) continue;
         const std::string& name = given.spec.layout.parameters[part.parameter].name;
         const int owner = given.layout.chunks()[chunk].rank;
         refusal = SealRefusal{absl::FailedPreconditionError(absl::StrCat(
-                                  "step ", given.lead.step(), ": parameter ", name,
+                                  "step ", given.agreement.step(), ": parameter ", name,
                                   " received a gradient in micro-step ", *micro_step,
                                   ", but was sent as empty (chunk ", chunk, " from rank ", owner,
                                   "); abort the step and redo it")),
@@ -150,13 +150,13 @@ std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
 
 std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank,
                                            HasGradient has_gradient) {
-  const uint64_t step = given.lead.step();
+  const uint64_t step = given.agreement.step();
   MissingContribution unused = {.rank = last_rank, .micro_step = 0, .parameters = {}};
   for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = given.spec.layout.parameters[p];
     const ParameterPlace& place = given.layout.place(p);
     if (!parameter.trainable || place.elements == 0) continue;
-    if (given.part.used(p)) continue;
+    if (given.uses.used(p)) continue;
     AddName(unused, parameter.name);
     // Under every policy: a gradient that is there contradicts what all ranks have declared.
     // It reads the gradient itself, under the job's lock, so it is not asked of all parameters.
@@ -192,9 +192,9 @@ SealRefusal RefuseDiscarded(uint64_t step, int rank, uint32_t attempt, int by) {
 }
 
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps) {
-  if (!given.lead.IsLive(rank)) {
-    return RefuseDiscarded(given.lead.step(), rank, given.lead.ranks()[rank].attempt,
-                           given.lead.LiveRank());
+  if (!given.agreement.IsLive(rank)) {
+    return RefuseDiscarded(given.agreement.step(), rank, given.agreement.ranks()[rank].attempt,
+                           given.agreement.live_since());
   }
   if (auto refused = CheckBackwardReached(given, rank)) {
     return Because(reason::kAbortAndRedo, std::move(refused));
@@ -202,19 +202,20 @@ std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t 
   return CheckRankIsWhole(given, rank, micro_steps);
 }
 
-std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
+std::optional<SealRefusal> CheckPart(const StepGiven& given, int last_rank,
                                      HasGradient has_gradient) {
-  const uint64_t step = given.lead.step();
+  const uint64_t step = given.agreement.step();
   // Before all others: what each rank gave is whole by the number that it sealed itself, and only
   // equal numbers make a step.
-  if (const int other = given.lead.RankThatDisagrees(last_rank); other != -1) {
-    return Because(reason::kSendAndSealAgain,
-                   SealRefusal{absl::FailedPreconditionError(absl::StrCat(
-                                   "step ", step, ": rank ", last_rank, " sealed ",
-                                   *given.lead.ranks()[last_rank].sealed, " micro-steps and rank ",
-                                   other, " ", *given.lead.ranks()[other].sealed,
-                                   "; all ranks must seal the same number")),
-                               {}});
+  if (const int other = given.agreement.RankThatDisagrees(last_rank); other != -1) {
+    return Because(
+        reason::kSendAndSealAgain,
+        SealRefusal{
+            absl::FailedPreconditionError(absl::StrCat(
+                "step ", step, ": rank ", last_rank, " sealed ",
+                *given.agreement.ranks()[last_rank].sealed, " micro-steps and rank ", other, " ",
+                *given.agreement.ranks()[other].sealed, "; all ranks must seal the same number")),
+            {}});
   }
   // Elements of the padding would count in no norm, and show that the ranks have another layout.
   for (const ChunkPiece& padding : given.layout.padding()) {
@@ -228,6 +229,11 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
                                    "; padding must be zero; abort the step and redo it")),
                                {}});
   }
+  return std::nullopt;
+}
+
+std::optional<SealRefusal> CheckUses(const StepGiven& given, int last_rank,
+                                     HasGradient has_gradient) {
   auto refused = CheckEmpties(given);
   if (!refused.has_value()) refused = CheckParameters(given, last_rank, has_gradient);
   return Because(reason::kAbortAndRedo, std::move(refused));

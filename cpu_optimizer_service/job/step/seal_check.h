@@ -18,7 +18,7 @@
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/gradients/ledger.h"
 #include "cpu_optimizer_service/job/step/seal_refusal.h"
-#include "cpu_optimizer_service/job/step/step_lead.h"
+#include "cpu_optimizer_service/job/step/step_agreement.h"
 #include "cpu_optimizer_service/job/step/step_part.h"
 
 namespace ballast {
@@ -27,8 +27,9 @@ namespace ballast {
 struct StepGiven {
   const JobSpec& spec;
   const Layout& layout;
-  const StepLead& lead;
+  const StepAgreement& agreement;
   const StepPart& part;
+  const StepUses& uses;  // By all ranks.
 };
 
 // Whether a piece, which may be padding, has a non-zero gradient.
@@ -41,9 +42,12 @@ SealRefusal RefuseDiscarded(uint64_t step, int rank, uint32_t attempt, int by);
 // in every micro-step. The ledger has all `micro_steps` of each of its chunks.
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps);
 
-// At the last seal. Ranks sealed the same number. Padding is zero. No parameter with a gradient
-// came as empty. A parameter that no rank used has no gradient, and is allowed to have none.
-std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
+// At the last seal of the member's ranks. They sealed the same number. Padding is zero.
+std::optional<SealRefusal> CheckPart(const StepGiven& given, int last_rank,
+                                     HasGradient has_gradient);
+// With the uses of all ranks. No parameter with a gradient came as empty. A parameter that no rank
+// used has no gradient, and is allowed to have none.
+std::optional<SealRefusal> CheckUses(const StepGiven& given, int last_rank,
                                      HasGradient has_gradient);
 
 // Parameters in chunks of the rank that are not at `micro_step`; the first kMissingNames.

@@ -30,7 +30,7 @@
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/job/step/chunk_update.h"
-#include "cpu_optimizer_service/job/step/step_lead.h"
+#include "cpu_optimizer_service/job/step/step_agreement.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast {

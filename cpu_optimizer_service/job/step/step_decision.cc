@@ -44,7 +44,7 @@ std::string DifferenceOfTrainerStates(std::string_view a, std::string_view b) {
 bool IsUnused(const StepFacts& facts, int parameter) {
   // A parameter of no elements has no gradient to get, and is not unused for that.
   return facts.spec.layout.parameters[parameter].trainable &&
-         facts.layout.place(parameter).elements > 0 && !facts.part.used(parameter);
+         facts.layout.place(parameter).elements > 0 && !facts.summary.uses.used(parameter);
 }
 
 std::vector<std::string> UnusedParameters(const StepFacts& facts) {
@@ -147,6 +147,15 @@ absl::Status CheckVote(const JobSpec& spec, const StepTerms& terms, int rank,
   return Annotate(WithOverrides(spec, terms.hyper_parameters, vote.overrides).status(), context);
 }
 
+absl::Status VotesDiffer(uint64_t step, int rank, const StepVote& vote, int first,
+                         const StepVote& expected) {
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat("rank ", rank, " votes on step ", step, ": ",
+                                                 FirstDifference(expected, vote), " (rank ", first,
+                                                 "); all ranks must vote the same: vote again")),
+      reason::kVoteAgain);
+}
+
 absl::Status CheckVotesAgree(uint64_t step, absl::Span<const RankInStep> ranks) {
   int first = -1;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
@@ -155,11 +164,7 @@ absl::Status CheckVotesAgree(uint64_t step, absl::Span<const RankInStep> ranks) 
     if (first == -1) first = rank;
     const StepVote& expected = *ranks[first].vote;
     if (*ranks[rank].vote == expected) continue;
-    return WithReason(absl::FailedPreconditionError(
-                          absl::StrCat("rank ", rank, " votes on step ", step, ": ",
-                                       FirstDifference(expected, *ranks[rank].vote), " (rank ",
-                                       first, "); all ranks must vote the same: vote again")),
-                      reason::kVoteAgain);
+    return VotesDiffer(step, rank, *ranks[rank].vote, first, expected);
   }
   return absl::OkStatus();
 }
@@ -173,12 +178,12 @@ absl::Status RefuseVoteOfDiscarded(uint64_t step, int rank, uint32_t attempt, in
 }
 
 StepNorm NormOf(const StepFacts& facts) {
-  const GradientScale& scale = facts.lead.terms().settings.scale;
-  return {.step = facts.lead.terms().step,
-          .attempt = facts.lead.attempt(),
-          .norm = GlobalNorm(*facts.lead.group_sums(), scale),
-          .group_norms = GroupNorms(*facts.lead.group_sums(), scale),
-          .non_finite = facts.non_finite,
+  const GradientScale& scale = facts.terms.settings.scale;
+  return {.step = facts.terms.step,
+          .attempt = facts.attempt,
+          .norm = GlobalNorm(facts.summary.group_sums, scale),
+          .group_norms = GroupNorms(facts.summary.group_sums, scale),
+          .non_finite = facts.summary.non_finite,
           .unused_parameters = UnusedParameters(facts)};
 }
 
@@ -187,14 +192,13 @@ bool Draft::is_settled() const {
          std::ranges::all_of(bounds, [](const StateBounds& each) { return each.finite(); });
 }
 
-Draft DecideStep(const StepFacts& facts) {
-  const StepTerms& terms = facts.lead.terms();
-  const StepVote& vote = facts.lead.vote();
+Draft DecideStep(const StepFacts& facts, const StepVote& vote) {
+  const StepTerms& terms = facts.terms;
   Draft decided;
   StepOutcome& outcome = decided.outcome;
   outcome.step = terms.step;
   // Also where the ranks abandon the step: the norm is part of its record.
-  outcome.decision = Decide(*facts.lead.group_sums(), terms.settings.scale, vote.clipping);
+  outcome.decision = Decide(facts.summary.group_sums, terms.settings.scale, vote.clipping);
   outcome.unused_parameters = UnusedParameters(facts);
   if (!vote.apply) {
     outcome.decision.apply = false;
@@ -204,11 +208,12 @@ Draft DecideStep(const StepFacts& facts) {
     outcome.skip_reason = "the ranks voted to abandon it";
   } else if (!outcome.decision.apply) {
     // Where every gradient is finite, it is the scale or the clipping that leaves no multiplier.
-    outcome.skip_cause = facts.non_finite.empty() ? SkipCause::kMultiplier : SkipCause::kGradient;
+    outcome.skip_cause =
+        facts.summary.non_finite.empty() ? SkipCause::kMultiplier : SkipCause::kGradient;
     outcome.skip_reason =
-        facts.non_finite.empty()
+        facts.summary.non_finite.empty()
             ? "the norm, the loss scale and the clipping give a multiplier outside fp32"
-            : facts.non_finite;
+            : facts.summary.non_finite;
   }
   // Also of a skip: its record says with which hyper-parameters it would have been applied.
   decided.update = {.step = terms.step,

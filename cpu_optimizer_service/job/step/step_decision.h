@@ -18,8 +18,8 @@
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/job/step/chunk_update.h"
-#include "cpu_optimizer_service/job/step/step_lead.h"
-#include "cpu_optimizer_service/job/step/step_part.h"
+#include "cpu_optimizer_service/job/step/step_agreement.h"
+#include "cpu_optimizer_service/job/step/step_report.h"
 
 namespace ballast {
 
@@ -36,8 +36,10 @@ absl::StatusOr<std::vector<HyperParameters>> WithOverrides(
 // INVALID_ARGUMENT if a step with these `terms` cannot be decided by this vote.
 absl::Status CheckVote(const JobSpec& spec, const StepTerms& terms, int rank, const StepVote& vote);
 
-// FAILED_PRECONDITION with the reason VOTE_AGAIN. The message has the first rank that voted
-// otherwise than those before it, and the difference.
+// FAILED_PRECONDITION with the reason VOTE_AGAIN: `rank` voted otherwise than `first`.
+absl::Status VotesDiffer(uint64_t step, int rank, const StepVote& vote, int first,
+                         const StepVote& expected);
+// As VotesDiffer, of the first rank that voted otherwise than those before it.
 absl::Status CheckVotesAgree(uint64_t step, absl::Span<const RankInStep> ranks);
 
 // The refusal of a vote of `attempt`, which a rank, `by`, has discarded.
@@ -46,11 +48,11 @@ absl::Status RefuseVoteOfDiscarded(uint64_t step, int rank, uint32_t attempt, in
 // A decision's input. All of it outlives the calls.
 struct StepFacts {
   const JobSpec& spec;
-  const Layout& layout;
-  const StepLead& lead;  // Of a sealed step, with its sums.
-  const StepPart& part;
+  const Layout& layout;  // For the parameters' sizes.
+  const StepTerms& terms;
+  uint32_t attempt = 0;
+  const StepSummary& summary;
   const std::vector<int64_t>& update_counts;  // By parameter, before the step.
-  const std::string& non_finite;  // Names the first non-finite element; empty: all are finite.
 };
 
 StepNorm NormOf(const StepFacts& facts);
@@ -65,8 +67,8 @@ struct Draft {
   // Whether no try is needed.
   bool is_settled() const;
 };
-// Precondition: all ranks have cast the same vote.
-Draft DecideStep(const StepFacts& facts);
+// `vote`: that of all ranks.
+Draft DecideStep(const StepFacts& facts, const StepVote& vote);
 
 }  // namespace ballast
 

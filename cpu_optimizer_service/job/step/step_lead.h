@@ -1,106 +1,150 @@
-// The lead's half of a step: what all ranks have to agree on. It knows each rank's attempt, seal
-// and vote, the terms of the live attempt, and the sums of a sealed step.
+// The lead's half of a step: what all members have to agree on. It takes the members' words and
+// says what each of them does next. A job on one host has one member.
 //
-// Each rank numbers its attempts at the step, and may discard its current one. A step is decided
-// from equal attempts, and attempts only rise. So only the highest attempt in progress can still be
-// decided: the *live* one. Only its terms are kept, and only its seals are accepted. A rank in a
-// lower attempt has to discard.
+//   members stand in attempts --all report the live one--> checked --> norm --votes--> ready
 //
-// Pure: no lock, no thread, no clock, no memory of gradients.
+// The highest attempt of any member is the live one: only its reports count. Reports are merged by
+// pure functions (step_report.h), so which member has which ranks changes no bit.
+//
+// Pure: no lock, no thread, no clock, no link.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_STEP_LEAD_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_STEP_LEAD_H_
 
 #include <cstdint>
 #include <optional>
-#include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/job/step/seal_refusal.h"
+#include "cpu_optimizer_service/job/step/state_trial.h"
+#include "cpu_optimizer_service/job/step/step_report.h"
 
 namespace ballast {
 
-// The ranks' agreement at the begin of the attempt, with the resulting hyper-parameters.
-struct StepTerms {
-  uint64_t step = 0;
-  StepSettings settings;
-  std::vector<HyperParameters> hyper_parameters;  // One per group.
-};
+// What a member is told of its step.
+struct ToMember {
+  // Another attempt is live: what it has of older ones cannot be decided.
+  struct Live {
+    uint32_t attempt = 0;
+    int by = 0;  // The rank that discarded the one before.
+  };
+  // Its ranks began the live attempt with other settings than the others. FAILED_PRECONDITION.
+  struct OtherSettings {
+    uint32_t attempt = 0;
+    absl::Status why;
+  };
+  // Its report is void: no rank has sealed.
+  struct Refused {
+    SealRefusal why;
+  };
+  // All ranks' uses: is what this member has complete with them?
+  struct CheckUses {
+    uint64_t round = 0;
+    StepUses uses;
+  };
+  // The norm is known, and this member's vote is missing.
+  struct Norm {
+    uint64_t round = 0;
+  };
+  // It tries the update.
+  struct Try {
+    uint64_t round = 0;
+  };
+  // As Norm, after a vote that differed. FAILED_PRECONDITION with the reason VOTE_AGAIN.
+  struct VoteAgain {
+    uint64_t round = 0;
+    absl::Status why;
+  };
 
-// Where a rank stands in a step.
-struct RankInStep {
-  uint32_t attempt = 0;
-  bool begun = false;              // In that attempt, as the following.
-  std::optional<uint32_t> sealed;  // The number of micro-steps that it sealed.
-  std::optional<StepVote> vote;    // With its seal, or after the norm; void together with the seal.
-
-  bool has_part() const { return begun || attempt > 0; }
+  int member = 0;
+  std::variant<Live, OtherSettings, Refused, CheckUses, Norm, VoteAgain, Try> what;
 };
 
 class StepLead {
  public:
-  // No rank has begun it yet.
-  StepLead(uint64_t step, int world_size) : terms_{.step = step}, ranks_(world_size) {}
+  // `first_ranks`: by member, its lowest rank. Spec and layout outlive it; of the layout only the
+  // parameters' sizes are used.
+  StepLead(const JobSpec& spec, const Layout& layout, std::vector<int> first_ranks);
 
-  uint64_t step() const { return terms_.step; }
-  // Until the live attempt has terms, only terms().step is valid.
-  const StepTerms& terms() const { return terms_; }
-  const std::vector<RankInStep>& ranks() const { return ranks_; }
-  // The live one.
+  // Another step: nothing is known of it.
+  void Begin(uint64_t step);
+  uint64_t step() const { return step_; }
   uint32_t attempt() const { return attempt_; }
-  bool IsLive(int rank) const { return ranks_[rank].attempt == attempt_; }
-  // A rank in the live attempt.
-  int LiveRank() const;
-  // Whether `attempt` is the rank's current one; false: a discarded one. FAILED_PRECONDITION if the
-  // rank has not reached it.
-  absl::StatusOr<bool> CheckAttempt(int rank, uint32_t attempt) const;
 
-  // The live attempt has no terms: the next rank to begin it sets them.
-  bool lacks_terms() const { return lacks_terms_; }
-  void SetTerms(StepTerms terms);
-  // FAILED_PRECONDITION, with the first setting that differs from earlier ranks', if the rank's
-  // attempt is the live one.
-  absl::Status Begin(int rank, const StepSettings& settings);
-  bool all_have_begun() const;
-  // Whether this rank may add gradients now: it has begun and not sealed.
-  absl::Status CheckMayContribute(int rank) const;
-  // The rank begins its next attempt, which may become the live one. Returns the ranks whose seals
-  // this undoes, because they can no longer be decided.
-  std::vector<int> Discard(int rank);
+  // ---- A member's words. Each call appends to `told`.
+  // Its live attempt, which its rank `by` has begun by a discard, and the settings with which the
+  // first rank began that. A report of an older one is void.
+  void Stand(int member, uint32_t attempt, int by, const std::optional<StepSettings>& settings,
+             std::vector<ToMember>& told);
+  // Of this attempt, with its ranks' vote, if all have sealed with the same. If that attempt is not
+  // live here, the member is told of that instead.
+  void Report(int member, uint32_t attempt, StepReport report, std::optional<StepVote> vote,
+              std::vector<ToMember>& told);
+  // Some member's ranks have begun the step, or an attempt at it.
+  bool has_begun() const;
+  // Its report counts no more.
+  void Withdraw(int member);
+  // Answers to CheckUses, and to Norm or VoteAgain. Those to an older round are void: a report has
+  // been withdrawn since.
+  void Checked(int member, uint64_t round, std::optional<SealRefusal> refusal,
+               std::vector<ToMember>& told);
+  void Vote(int member, uint64_t round, StepVote vote, std::vector<ToMember>& told);
 
-  void Seal(int rank, uint32_t micro_steps) { ranks_[rank].sealed = micro_steps; }
-  // Voids the sums and the rank's vote, too.
-  void Unseal(int rank);
-  void UnsealAll();
-  bool any_sealed() const;
-  std::vector<int> UnsealedRanks() const;
-  // Another rank that sealed another number of micro-steps than `rank`, or -1.
-  int RankThatDisagrees(int rank) const;
-  // Precondition: all ranks have sealed.
-  uint32_t micro_steps() const { return *ranks_[0].sealed; }
+  // ---- Trials, of a draft that bounds do not settle (state_trial.h). Precondition: is_ready.
+  void Try(std::vector<ToMember>& told);
+  void Tried(int member, uint64_t round, StateTrial trial);
+  bool awaits_trials() const;
+  // Of all members. Null: it is not complete.
+  std::optional<StateTrial> trial() const;
 
-  // The groups' sums of squares, once all have sealed: from then on ranks vote.
-  void SetSums(std::vector<double> group_sums) { group_sums_ = std::move(group_sums); }
-  const std::optional<std::vector<double>>& group_sums() const { return group_sums_; }
-  void SetVote(int rank, std::optional<StepVote> vote) { ranks_[rank].vote = std::move(vote); }
-  void VoidVotes();
-  std::vector<int> RanksWithoutVote() const;
-  // The vote of all ranks. Precondition: they have cast the same vote.
-  const StepVote& vote() const { return *ranks_[0].vote; }
-
-  // An earlier process left the live attempt undecided, and may have sent ranks its norm.
-  void SetTakenOver() { is_taken_over_ = true; }
-  bool is_taken_over() const { return is_taken_over_; }
+  // ---- The result
+  uint64_t round() const { return round_; }
+  // Of all reports, once they are there and checked. Null before.
+  const StepSummary* summary() const { return is_checked() ? &*summary_ : nullptr; }
+  // All members have voted the same on that: it can be decided.
+  bool is_ready() const;
+  // Precondition: is_ready.
+  const StepVote& vote() const { return *members_[0].vote; }
+  // The members that have not reported the live attempt; those that have not voted.
+  std::vector<int> Unreported() const;
+  std::vector<int> Unvoted() const;
 
  private:
-  StepTerms terms_;
-  bool lacks_terms_ = true;
-  bool is_taken_over_ = false;
+  struct Member {
+    uint32_t attempt = 0;
+    std::optional<StepSettings> settings;
+    std::optional<StepReport> report;
+    std::optional<StepVote> first_vote;  // With its report.
+    bool checked = false;                // In this round, as the next.
+    std::optional<StepVote> vote;
+    bool tries = false;
+    std::optional<StateTrial> trial;
+  };
+
+  bool is_checked() const;
+  // Tells every member that began the live attempt otherwise than the lowest one that has.
+  // Returns them.
+  std::vector<int> CompareSettings(std::vector<ToMember>& told);
+  // All have reported.
+  void TakeReports(std::vector<ToMember>& told);
+  void AskForVotes(std::vector<ToMember>& told);
+  void RefuseAll(const SealRefusal& why, std::vector<ToMember>& told);
+  void VoidReports();
+  void CompareVotes(std::vector<ToMember>& told);
+
+  const JobSpec& spec_;
+  const Layout& layout_;
+  const std::vector<int> first_ranks_;
+  uint64_t step_ = 0;
   uint32_t attempt_ = 0;
-  std::vector<RankInStep> ranks_;
-  std::optional<std::vector<double>> group_sums_;
+  int live_since_ = 0;  // The rank whose discard began the live attempt.
+  std::vector<Member> members_;
+  uint64_t round_ = 0;  // Counts the summaries.
+  std::optional<StepSummary> summary_;
 };
 
 }  // namespace ballast

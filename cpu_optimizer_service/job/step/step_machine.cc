@@ -23,12 +23,12 @@ absl::Status StepMachine::CheckIsNext(const StepBefore& before, int rank, absl::
 }
 
 absl::Status StepMachine::CheckIsOpen(const StepBefore& before, uint64_t step) const {
-  if (stage_ == Stage::kOpen && lead_->step() == step) return absl::OkStatus();
+  if (stage_ == Stage::kOpen && agreement_->step() == step) return absl::OkStatus();
   return WithReason(
       absl::FailedPreconditionError(absl::StrCat(
           "step ", step, " of job ", spec_.name, " is not open: ",
           stage_ == Stage::kOpen
-              ? absl::StrCat("step ", lead_->step(), " is")
+              ? absl::StrCat("step ", agreement_->step(), " is")
               : absl::StrCat(
                     "the job is at step ", before.step,
                     step == before.step + 1 ? ", and the step has not begun or is sealed" : ""))),
@@ -36,24 +36,24 @@ absl::Status StepMachine::CheckIsOpen(const StepBefore& before, uint64_t step) c
 }
 
 absl::Status StepMachine::CheckInAttempt(int rank, uint32_t attempt) const {
-  BALLAST_ASSIGN_OR_RETURN(const bool current, lead_->CheckAttempt(rank, attempt));
+  BALLAST_ASSIGN_OR_RETURN(const bool current, agreement_->CheckAttempt(rank, attempt));
   if (current) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat("rank ", rank, " has discarded attempt ", attempt, " at step ", lead_->step(),
-                   " and is in attempt ", lead_->ranks()[rank].attempt));
+      absl::StrCat("rank ", rank, " has discarded attempt ", attempt, " at step ",
+                   agreement_->step(), " and is in attempt ", agreement_->ranks()[rank].attempt));
 }
 
 bool StepMachine::WasGivenUp(const StepBefore& before, uint64_t step, int rank) const {
   if (step == 0 || step != given_up_ || step < before.step) return false;
   // A rank that has begun the next step knows of the skip. What it says of the older step is an
   // error again.
-  const StepLead* next = undecided();
+  const StepAgreement* next = undecided();
   return next == nullptr || !next->ranks()[rank].begun;
 }
 
 bool StepMachine::CanBeSkipped() const {
   // The record of a skip needs the step's terms, which an attempt lacks until a rank begins it.
-  const StepLead* given = undecided();
+  const StepAgreement* given = undecided();
   return given != nullptr && !given->lacks_terms() && given->all_have_begun();
 }
 
@@ -72,7 +72,7 @@ absl::StatusOr<StepTerms> StepMachine::MakeTerms(const StepBefore& before, uint6
 }
 
 void StepMachine::Open(uint64_t step, StepEffects& effects) {
-  lead_.emplace(step, layout_.world_size());
+  agreement_.emplace(step, layout_.world_size(), layout_.ranks());
   stage_ = Stage::kOpen;
   effects.opened = true;
 }
@@ -81,28 +81,30 @@ absl::Status StepMachine::Begin(const StepBefore& before, int rank, StepAttempt 
                                 const StepSettings& settings, StepEffects& effects) {
   if (WasGivenUp(before, at.step, rank)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(CheckIsNext(before, rank, "begins", at.step));
-  if (lead_.has_value()) BALLAST_RETURN_IF_ERROR(CheckInAttempt(rank, at.attempt));
-  if (!lead_.has_value() && at.attempt != 0) {
+  if (agreement_.has_value()) BALLAST_RETURN_IF_ERROR(CheckInAttempt(rank, at.attempt));
+  if (!agreement_.has_value() && at.attempt != 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("rank ", rank, " begins attempt ", at.attempt, " at step ", at.step,
                      " of job ", spec_.name, ", which no rank has begun; begin with attempt 0"));
   }
-  const bool brings_terms = !lead_.has_value() || (lead_->IsLive(rank) && lead_->lacks_terms());
+  const bool brings_terms =
+      !agreement_.has_value() || (agreement_->IsLive(rank) && agreement_->lacks_terms());
   if (brings_terms) {
     // The settings are checked before the step is opened, so that a refusal leaves no open step.
     BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(before, at.step, settings));
-    if (!lead_.has_value()) Open(at.step, effects);
-    lead_->SetTerms(std::move(terms));
+    if (!agreement_.has_value()) Open(at.step, effects);
+    agreement_->SetTerms(std::move(terms));
     effects.has_terms = true;
   }
-  const bool had_begun = lead_->ranks()[rank].begun;
-  BALLAST_RETURN_IF_ERROR(lead_->Begin(rank, settings));
+  const bool had_begun = agreement_->ranks()[rank].begun;
+  BALLAST_RETURN_IF_ERROR(agreement_->Begin(rank, settings));
   if (had_begun) return absl::OkStatus();
-  effects.words.push_back({.kind = StepWord::Kind::kBegin,
-                           .rank = rank,
-                           .step = at.step,
-                           .settings = brings_terms ? StepSettings() : settings,
-                           .terms = brings_terms ? std::optional(lead_->terms()) : std::nullopt});
+  effects.words.push_back(
+      {.kind = StepWord::Kind::kBegin,
+       .rank = rank,
+       .step = at.step,
+       .settings = brings_terms ? StepSettings() : settings,
+       .terms = brings_terms ? std::optional(agreement_->terms()) : std::nullopt});
   return absl::OkStatus();
 }
 
@@ -113,13 +115,13 @@ absl::StatusOr<StepMachine::Wants> StepMachine::CheckContribution(const StepBefo
   if (WasGivenUp(before, at.step, rank)) return Wants::kDiscarded;
   BALLAST_RETURN_IF_ERROR(CheckIsOpen(before, at.step));
   // A worker may push on one thread while it discards on another.
-  BALLAST_ASSIGN_OR_RETURN(const bool current, lead_->CheckAttempt(rank, at.attempt));
+  BALLAST_ASSIGN_OR_RETURN(const bool current, agreement_->CheckAttempt(rank, at.attempt));
   if (!current) return Wants::kDiscarded;
   BALLAST_ASSIGN_OR_RETURN(const Ledger::Verdict verdict, ledger().Check(chunk, begin, end));
   // Before it is asked whether the rank may still contribute: a stream that was opened again sends
   // what it does not know to have arrived, also after its seal.
   if (verdict == Ledger::Verdict::kRepeat) return Wants::kRepeat;
-  BALLAST_RETURN_IF_ERROR(lead_->CheckMayContribute(rank));
+  BALLAST_RETURN_IF_ERROR(agreement_->CheckMayContribute(rank));
   return Wants::kIt;
 }
 
@@ -127,7 +129,7 @@ void StepMachine::Empty(int rank, int chunk, uint32_t begin, uint32_t end, StepE
   part_.RecordEmpty(chunk, begin, end);
   effects.words.push_back({.kind = StepWord::Kind::kEmpty,
                            .rank = rank,
-                           .step = lead_->step(),
+                           .step = agreement_->step(),
                            .chunk = chunk,
                            .begin = begin,
                            .end = end});
@@ -140,11 +142,12 @@ absl::Status StepMachine::EndMicroStep(const StepBefore& before, int rank, StepA
   BALLAST_RETURN_IF_ERROR(CheckIsOpen(before, at.step));
   BALLAST_RETURN_IF_ERROR(CheckInAttempt(rank, at.attempt));
   // A stream that was opened again sends what it does not know to have arrived.
-  if (lead_->ranks()[rank].begun && micro_step < part_.rank(rank).micro_steps_ended) {
+  if (agreement_->ranks()[rank].begun && micro_step < part_.rank(rank).micro_steps_ended) {
     return absl::OkStatus();
   }
-  BALLAST_RETURN_IF_ERROR(lead_->CheckMayContribute(rank));
-  BALLAST_RETURN_IF_ERROR(part_.EndMicroStep(at.step, rank, lead_->IsLive(rank), micro_step, used));
+  BALLAST_RETURN_IF_ERROR(agreement_->CheckMayContribute(rank));
+  BALLAST_RETURN_IF_ERROR(
+      part_.EndMicroStep(at.step, rank, agreement_->IsLive(rank), micro_step, used));
   effects.words.push_back({.kind = StepWord::Kind::kEndMicroStep,
                            .rank = rank,
                            .step = at.step,
@@ -170,24 +173,25 @@ absl::StatusOr<std::optional<SealRefusal>> StepMachine::Seal(const StepBefore& b
   // accepted. By the time it is read, the other ranks may have sealed, the step been committed, and
   // the next begun.
   if (at.step == before.step && micro_steps == before.micro_steps) return std::nullopt;
-  if (stage_ > Stage::kOpen && at.step == lead_->step() && micro_steps == lead_->micro_steps()) {
+  if (stage_ > Stage::kOpen && at.step == agreement_->step() &&
+      micro_steps == agreement_->micro_steps()) {
     BALLAST_RETURN_IF_ERROR(RepeatSeal(rank, vote, effects));
     return std::nullopt;
   }
   BALLAST_RETURN_IF_ERROR(CheckIsOpen(before, at.step));
-  BALLAST_ASSIGN_OR_RETURN(const bool current, lead_->CheckAttempt(rank, at.attempt));
+  BALLAST_ASSIGN_OR_RETURN(const bool current, agreement_->CheckAttempt(rank, at.attempt));
   if (!current) return RefuseDiscarded(at.step, rank, at.attempt, rank);
   // Its last word counts.
-  const bool sealed_before = lead_->ranks()[rank].sealed == micro_steps;
+  const bool sealed_before = agreement_->ranks()[rank].sealed == micro_steps;
   if (!sealed_before) {
-    lead_->Unseal(rank);  // Until it is taken the rank has not sealed.
+    agreement_->Unseal(rank);  // Until it is taken the rank has not sealed.
     // The same seal again was checked when it was taken, and nothing was added since.
     if (auto refused = CheckRank(Given(), rank, micro_steps)) {
       refused->attempt = at.attempt;
       return refused;
     }
   }
-  if (vote.has_value()) BALLAST_RETURN_IF_ERROR(CheckVote(spec_, lead_->terms(), rank, *vote));
+  if (vote.has_value()) BALLAST_RETURN_IF_ERROR(CheckVote(spec_, agreement_->terms(), rank, *vote));
   for (const int chunk : layout_.chunks_of_rank(rank)) {
     // Its sum holds a part of a contribution that was not acknowledged, and that the ledger does
     // not count. A seal of fewer micro-steps would pass, with that part in the sum.
@@ -199,7 +203,7 @@ absl::StatusOr<std::optional<SealRefusal>> StepMachine::Seal(const StepBefore& b
                        .missing = {},
                        .attempt = at.attempt};
   }
-  const bool has_begun = lead_->ranks()[rank].begun;
+  const bool has_begun = agreement_->ranks()[rank].begun;
   if (const uint32_t ended = part_.rank(rank).micro_steps_ended;
       !has_begun || ended != micro_steps) {
     return SealRefusal{
@@ -213,10 +217,11 @@ absl::StatusOr<std::optional<SealRefusal>> StepMachine::Seal(const StepBefore& b
         .missing = {},
         .attempt = at.attempt};
   }
-  lead_->Seal(rank, micro_steps);
-  lead_->SetVote(rank, vote);
-  if (!lead_->UnsealedRanks().empty()) return std::nullopt;
-  auto refused = CheckStep(Given(), rank, looks.has_gradient);
+  agreement_->Seal(rank, micro_steps);
+  agreement_->SetVote(rank, vote);
+  if (!agreement_->UnsealedRanks().empty()) return std::nullopt;
+  auto refused = CheckPart(Given(), rank, looks.has_gradient);
+  if (!refused.has_value() && is_alone()) refused = CheckUses(Given(), rank, looks.has_gradient);
   if (!refused.has_value()) {
     // The step is whole. It goes on by itself, until it is found that votes are missing.
     stage_ = Stage::kSealed;
@@ -225,8 +230,8 @@ absl::StatusOr<std::optional<SealRefusal>> StepMachine::Seal(const StepBefore& b
   }
   refused->attempt = at.attempt;  // Of all: only equal attempts are sealed.
   // All of them: whichever rank has to send more, a rank that has sealed may not.
-  lead_->UnsealAll();
-  for (int other = 0; other < layout_.world_size(); ++other) {
+  agreement_->UnsealAll();
+  for (const int other : layout_.ranks()) {
     if (other != rank) effects.told.push_back({other, *refused});
   }
   return refused;
@@ -235,9 +240,12 @@ absl::StatusOr<std::optional<SealRefusal>> StepMachine::Seal(const StepBefore& b
 // Its client does not know what came of it: the norm, or a refusal of the vote that it brought.
 absl::Status StepMachine::RepeatSeal(int rank, const std::optional<StepVote>& vote,
                                      StepEffects& effects) {
-  if (stage_ != Stage::kVoting || lead_->ranks()[rank].vote.has_value()) return absl::OkStatus();
-  if (vote.has_value()) return TakeVote(rank, *vote, effects);
-  TellNorm({rank}, effects);
+  if (agreement_->ranks()[rank].vote.has_value()) return absl::OkStatus();
+  const bool is_asked = stage_ == Stage::kReported && norm_is_known_;
+  // It had sealed with this vote, which is not kept.
+  const bool is_known = is_report_taken_over_ && stage_ != Stage::kDecided;
+  if (vote.has_value() && (is_asked || is_known)) return TakeVote(rank, *vote, effects);
+  if (is_asked) TellNorm({rank}, effects);
   return absl::OkStatus();
 }
 
@@ -247,15 +255,36 @@ void StepMachine::TellNorm(const std::vector<int>& ranks, StepEffects& effects) 
   for (const int rank : ranks) effects.told.push_back({rank, StepEffects::NormIsKnown()});
 }
 
-bool StepMachine::SumsAreKnown(std::optional<std::vector<double>> group_sums,
-                               StepEffects& effects) {
-  if (group_sums.has_value()) lead_->SetSums(*std::move(group_sums));
-  const std::vector<int> awaited = lead_->RanksWithoutVote();
+std::optional<StepVote> StepMachine::CommonVote() const {
+  const bool is_one = agreement_->RanksWithoutVote().empty() &&
+                      CheckVotesAgree(agreement_->step(), agreement_->ranks()).ok();
+  return is_one ? std::optional(agreement_->vote()) : std::nullopt;
+}
+
+bool StepMachine::NormIsKnown(StepEffects& effects) {
+  norm_is_known_ = true;
+  const std::vector<int> awaited = agreement_->RanksWithoutVote();
   if (awaited.empty() && VotesAgree(effects)) return true;
-  if (!awaited.empty()) TellNorm(awaited, effects);
   // Votes that differ have been voided by now, so they are awaited like those that are missing.
-  stage_ = Stage::kVoting;
+  if (!awaited.empty()) TellNorm(awaited, effects);
   return false;
+}
+
+void StepMachine::AwaitLead() {
+  Check(stage_ == Stage::kSealed, "only a sealed part is reported");
+  stage_ = Stage::kReported;
+}
+
+void StepMachine::GoOn() {
+  Check(stage_ == Stage::kReported, "the lead goes on with a reported part");
+  stage_ = Stage::kSealed;
+}
+
+void StepMachine::Reopen(StepEffects& effects) {
+  if (stage_ != Stage::kReported) return;
+  stage_ = Stage::kOpen;
+  norm_is_known_ = is_report_taken_over_ = false;
+  effects.reopened = true;
 }
 
 absl::Status StepMachine::Vote(const StepBefore& before, int rank, StepAttempt at,
@@ -267,13 +296,13 @@ absl::Status StepMachine::Vote(const StepBefore& before, int rank, StepAttempt a
   };
   // A reopened stream carries the last vote again, of which its client does not know that it was
   // the decision.
-  const bool is_decided = stage_ == Stage::kDecided && lead_->step() == at.step;
+  const bool is_decided = stage_ == Stage::kDecided && agreement_->step() == at.step;
   if (is_decided || (at.step == before.step && at.step > 0)) {
-    const bool same = vote == (is_decided ? lead_->vote() : before.vote);
+    const bool same = vote == (is_decided ? agreement_->vote() : before.vote);
     return same ? absl::OkStatus()
                 : WithReason(wrong(", which is decided otherwise"), reason::kOtherStep);
   }
-  const StepLead* given = undecided();
+  const StepAgreement* given = undecided();
   if (given == nullptr || given->step() != at.step) {
     return WithReason(wrong(absl::StrCat(", but the job is at step ", before.step)),
                       reason::kOtherStep);
@@ -285,7 +314,7 @@ absl::Status StepMachine::Vote(const StepBefore& before, int rank, StepAttempt a
   if (!given->IsLive(rank)) {
     effects.told.push_back(
         {rank, StepEffects::VoteRefused{
-                   at, RefuseVoteOfDiscarded(at.step, rank, at.attempt, given->LiveRank())}});
+                   at, RefuseVoteOfDiscarded(at.step, rank, at.attempt, given->live_since())}});
     return absl::OkStatus();
   }
   if (!given->lacks_terms()) {  // Of a discarded attempt there are none to check it by.
@@ -296,37 +325,41 @@ absl::Status StepMachine::Vote(const StepBefore& before, int rank, StepAttempt a
   // It was told the norm by a process that has died since. This one waits for other ranks' seals,
   // or computes the norm again.
   if (given->is_taken_over() && state.sealed.has_value() &&
-      (!is_sealed || (!given->group_sums().has_value() && !state.vote.has_value()))) {
-    lead_->SetVote(rank, vote);
+      (!is_sealed || (!norm_is_known_ && !state.vote.has_value()))) {
+    agreement_->SetVote(rank, vote);
     return absl::OkStatus();
   }
   if (is_sealed && state.vote == vote) return absl::OkStatus();
-  if (stage_ == Stage::kVoting) return TakeVote(rank, vote, effects);
-  return wrong(is_sealed && given->RanksWithoutVote().empty()
-                   ? ", which is being decided otherwise"
-                   : " before its norm is known; seal, and wait for the norm");
+  const bool awaited = !given->RanksWithoutVote().empty();
+  if (stage_ == Stage::kReported && norm_is_known_ && awaited) return TakeVote(rank, vote, effects);
+  return wrong(is_sealed && !awaited ? ", which is being decided otherwise"
+                                     : " before its norm is known; seal, and wait for the norm");
 }
 
 absl::Status StepMachine::TakeVote(int rank, const StepVote& vote, StepEffects& effects) {
   // First, so that a vote that can never work leaves the rank's earlier one.
-  BALLAST_RETURN_IF_ERROR(CheckVote(spec_, lead_->terms(), rank, vote));
-  lead_->SetVote(rank, vote);
-  if (!lead_->RanksWithoutVote().empty() || !VotesAgree(effects)) return absl::OkStatus();
-  stage_ = Stage::kSealed;
-  effects.sealed = true;
+  BALLAST_RETURN_IF_ERROR(CheckVote(spec_, agreement_->terms(), rank, vote));
+  agreement_->SetVote(rank, vote);
+  // Before the norm is known the part has not been asked for its vote.
+  if (!norm_is_known_ || !agreement_->RanksWithoutVote().empty()) return absl::OkStatus();
+  if (VotesAgree(effects)) effects.voted = true;
   return absl::OkStatus();
 }
 
 bool StepMachine::VotesAgree(StepEffects& effects) {
-  const absl::Status differ = CheckVotesAgree(lead_->step(), lead_->ranks());
-  if (differ.ok()) return true;
-  lead_->VoidVotes();
-  TellNorm(lead_->RanksWithoutVote(), effects);  // Some have voted without it.
-  const StepAttempt at = {lead_->step(), lead_->attempt()};
-  for (int rank = 0; rank < layout_.world_size(); ++rank) {
-    effects.told.push_back({rank, StepEffects::VoteRefused{at, differ}});
+  const absl::Status differ = CheckVotesAgree(agreement_->step(), agreement_->ranks());
+  if (!differ.ok()) VoteAgain(differ, effects);
+  return differ.ok();
+}
+
+void StepMachine::VoteAgain(const absl::Status& why, StepEffects& effects) {
+  norm_is_known_ = true;
+  agreement_->VoidVotes();
+  TellNorm(agreement_->RanksWithoutVote(), effects);  // Some have voted without it.
+  const StepAttempt at = {agreement_->step(), agreement_->attempt()};
+  for (const int rank : layout_.ranks()) {
+    effects.told.push_back({rank, StepEffects::VoteRefused{at, why}});
   }
-  return false;
 }
 
 // ---------------------------------------------------------------- discarding
@@ -342,13 +375,12 @@ absl::StatusOr<bool> StepMachine::Discard(const StepBefore& before, int rank, St
         spec_.name, ", which is the limit; abort the step (`ballast abort-step ", spec_.name,
         "`) and begin it again"));
   }
-  if (stage_ == Stage::kVoting && at.step == before.step + 1) {
-    BALLAST_ASSIGN_OR_RETURN(const bool current, lead_->CheckAttempt(rank, at.attempt));
+  if (stage_ == Stage::kReported && at.step == before.step + 1) {
+    BALLAST_ASSIGN_OR_RETURN(const bool current, agreement_->CheckAttempt(rank, at.attempt));
     // This discard has been done before. The step that is sealed now is of a later attempt, and
     // stays.
     if (!current) return true;
-    stage_ = Stage::kOpen;
-    effects.reopened = true;
+    Reopen(effects);
   }
   BALLAST_RETURN_IF_ERROR(CheckIsNext(before, rank, "discards", at.step));
   if (between_steps()) {
@@ -360,11 +392,11 @@ absl::StatusOr<bool> StepMachine::Discard(const StepBefore& before, int rank, St
     // A rank may discard before any has begun. The step is opened to remember its attempt.
     Open(at.step, effects);
   }
-  BALLAST_ASSIGN_OR_RETURN(const bool current, lead_->CheckAttempt(rank, at.attempt));
+  BALLAST_ASSIGN_OR_RETURN(const bool current, agreement_->CheckAttempt(rank, at.attempt));
   if (!current) return true;
-  effects.live_is_over = lead_->IsLive(rank);
+  effects.live_is_over = agreement_->IsLive(rank);
   effects.forgotten = rank;
-  for (const int other : lead_->Discard(rank)) {
+  for (const int other : agreement_->Discard(rank)) {
     effects.told.push_back({other, RefuseDiscarded(at.step, other, at.attempt, rank)});
   }
   part_.Forget(rank, layout_.chunks_of_rank(rank));
@@ -375,15 +407,56 @@ absl::StatusOr<bool> StepMachine::Discard(const StepBefore& before, int rank, St
   return true;
 }
 
+// ---------------------------------------------------------------- the lead's words
+
+void StepMachine::RaiseLive(const StepBefore& before, StepAttempt at, int by,
+                            StepEffects& effects) {
+  if (at.step != before.step + 1 || stage_ == Stage::kDecided) return;
+  if (between_steps()) Open(at.step, effects);
+  if (at.attempt <= agreement_->attempt()) return;
+  Reopen(effects);
+  effects.live_is_over = true;
+  for (const int rank : agreement_->RaiseTo(at.attempt, by)) {
+    const uint32_t attempt = agreement_->ranks()[rank].attempt;
+    effects.told.push_back({rank, RefuseDiscarded(at.step, rank, attempt, by)});
+  }
+  part_.ForgetLive();
+}
+
+void StepMachine::Refuse(SealRefusal why, StepEffects& effects) {
+  Reopen(effects);
+  agreement_->UnsealAll();
+  for (const int rank : layout_.ranks()) effects.told.push_back({rank, why});
+}
+
+std::optional<SealRefusal> StepMachine::CheckAllUses(const StepUses& uses,
+                                                     HasGradient has_gradient) const {
+  auto refused = CheckUses(Given(uses), layout_.ranks().front(), has_gradient);
+  if (refused.has_value()) refused->attempt = agreement_->attempt();
+  return refused;
+}
+
+void StepMachine::TakeOverReport(uint32_t micro_steps, const std::optional<StepVote>& vote) {
+  for (const int rank : layout_.ranks()) {
+    agreement_->Seal(rank, micro_steps);
+    agreement_->SetVote(rank, vote);
+  }
+  stage_ = Stage::kSealed;
+  is_report_taken_over_ = true;
+}
+
 // ---------------------------------------------------------------- the end
 
-void StepMachine::Decide() {
+void StepMachine::Decide(const StepVote& vote) {
   Check(stage_ == Stage::kSealed, "only a sealed step is decided");
+  // A rank of which an earlier process had the vote may not have repeated it.
+  for (const int rank : layout_.ranks()) agreement_->SetVote(rank, vote);
   stage_ = Stage::kDecided;
 }
 
 void StepMachine::Drop() {
-  lead_.reset();
+  agreement_.reset();
+  norm_is_known_ = is_report_taken_over_ = false;
   stage_ = Stage::kNone;
 }
 
@@ -394,16 +467,17 @@ absl::Status StepMachine::Replay(const StepBefore& before, const StepWord& word,
                                             " is not of the step in progress"));
   }
   if (between_steps()) Open(word.step, effects);
-  const uint32_t attempt = lead_->ranks()[word.rank].attempt;
+  const uint32_t attempt = agreement_->ranks()[word.rank].attempt;
   const absl::Status wrong = absl::DataLossError("a word of the log cannot be of this job");
   switch (word.kind) {
     case StepWord::Kind::kBegin:
-      if (word.terms.has_value() != (lead_->IsLive(word.rank) && lead_->lacks_terms()) ||
+      if (word.terms.has_value() != (agreement_->IsLive(word.rank) && agreement_->lacks_terms()) ||
           (word.terms.has_value() && word.terms->step != word.step)) {
         return wrong;
       }
-      if (word.terms.has_value()) lead_->SetTerms(*word.terms);
-      return lead_->Begin(word.rank, word.terms.has_value() ? word.terms->settings : word.settings);
+      if (word.terms.has_value()) agreement_->SetTerms(*word.terms);
+      return agreement_->Begin(word.rank,
+                               word.terms.has_value() ? word.terms->settings : word.settings);
     case StepWord::Kind::kEndMicroStep:
       if (!CheckUsed(spec_, layout_, word.rank, word.used).ok()) return wrong;
       return EndMicroStep(before, word.rank, {word.step, attempt}, word.micro_step, word.used,

@@ -1,13 +1,14 @@
-// One step as a machine: the ranks' input goes in, actions come out. It has two halves: the part
-// (step_part.h) and the lead (step_lead.h). A job on one host has one of each, and they are called
-// directly.
+// A member's half of a step as a machine: its ranks' input goes in, actions come out. The other half
+// is the lead's (step_lead.h).
 //
-//   kNone --first begin--> kOpen --seal by all--> kSealed --sums and votes--> kDecided --> kNone
+//   kNone --first begin--> kOpen --seal by all--> kSealed --sums, and votes--> kDecided --> kNone
 //                            ^                      |  ^
-//                            |      votes are missing  | last vote
-//                            +------- discard --- kVoting
+//                            |        it is reported|  |the lead goes on with it
+//                            +---- discard ----- kReported
 //
-// A decided step has no way back. An undecided one may be dropped: nothing of it has shown.
+// With several members a sealed part is reported, and waits for the lead. A job on one host waits
+// only for votes. A decided step has no way back. An undecided one may be dropped: nothing of it has
+// shown.
 //
 // Pure: no lock, no thread, no clock, no memory of gradients. Thread-compatible.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_STEP_MACHINE_H_
@@ -29,7 +30,7 @@
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/job/step/seal_check.h"
 #include "cpu_optimizer_service/job/step/seal_refusal.h"
-#include "cpu_optimizer_service/job/step/step_lead.h"
+#include "cpu_optimizer_service/job/step/step_agreement.h"
 #include "cpu_optimizer_service/job/step/step_part.h"
 
 namespace ballast {
@@ -73,8 +74,9 @@ struct StepEffects {
   std::vector<StepWord> words;
   bool opened = false;           // The step has begun.
   bool has_terms = false;        // The live attempt has its terms.
-  bool reopened = false;         // A step in its vote is open again.
-  bool sealed = false;           // All ranks have sealed or voted: it is to be decided.
+  bool reopened = false;         // A reported step is open again.
+  bool sealed = false;           // All ranks have sealed.
+  bool voted = false;            // All ranks have voted the same, after the norm.
   std::optional<int> forgotten;  // Everything that this rank gave is dropped.
   bool live_is_over = false;     // Computations of the live attempt cannot be decided.
   std::vector<ToRank> told;
@@ -89,13 +91,15 @@ class StepMachine {
         part_(layout.world_size(), static_cast<int64_t>(spec.layout.parameters.size()),
               static_cast<int64_t>(layout.chunks().size())) {}
 
-  enum class Stage : uint8_t { kNone, kOpen, kSealed, kVoting, kDecided };
+  enum class Stage : uint8_t { kNone, kOpen, kSealed, kReported, kDecided };
   Stage stage() const { return stage_; }
   bool between_steps() const { return stage_ == Stage::kNone; }
   // Null: between steps.
-  const StepLead* lead() const { return lead_.has_value() ? &*lead_ : nullptr; }
+  const StepAgreement* agreement() const { return agreement_.has_value() ? &*agreement_ : nullptr; }
   // While ranks can still take back their input. Null otherwise.
-  const StepLead* undecided() const { return stage_ == Stage::kDecided ? nullptr : lead(); }
+  const StepAgreement* undecided() const {
+    return stage_ == Stage::kDecided ? nullptr : agreement();
+  }
   const StepPart& part() const { return part_; }
   const Ledger& ledger() const { return part_.ledger(); }
   // For accepted contributions: CheckContribution before, in the same turn or an earlier one.
@@ -136,13 +140,34 @@ class StepMachine {
                                StepEffects& effects);
   // Repeats what an earlier process has kept.
   absl::Status Replay(const StepBefore& before, const StepWord& word, StepEffects& effects);
-  void SetTakenOver() { lead_->SetTakenOver(); }
+  void SetTakenOver() { agreement_->SetTakenOver(); }
 
-  // ---- Results of the sealed step.
-  // Its sums of squares by group, or nullopt: all ranks have voted since. True: it is to be
-  // decided. False: votes are missing.
-  bool SumsAreKnown(std::optional<std::vector<double>> group_sums, StepEffects& effects);
-  void Decide();
+  // ---- Results of the sealed part.
+  // Its sums of squares are known.
+  void SetSummed() { agreement_->SetSummed(); }
+  // The vote of all ranks, if they have cast the same.
+  std::optional<StepVote> CommonVote() const;
+  // The norm is known. True: all have voted the same. False: votes are missing, or have been voided
+  // because they differ.
+  bool NormIsKnown(StepEffects& effects);
+  // The part waits for the lead; the lead goes on with it.
+  void AwaitLead();
+  void GoOn();
+  void Decide(const StepVote& vote);  // Of all ranks.
+  bool norm_is_known() const { return norm_is_known_; }
+
+  // ---- The lead's words.
+  // Another attempt is live, which a rank of another member has begun.
+  void RaiseLive(const StepBefore& before, StepAttempt at, int by, StepEffects& effects);
+  // No rank has sealed, for this reason.
+  void Refuse(SealRefusal why, StepEffects& effects);
+  // Of the reported part: is it complete with the uses of all ranks?
+  std::optional<SealRefusal> CheckAllUses(const StepUses& uses, HasGradient has_gradient) const;
+  // Votes of members differ: all vote again.
+  void VoteAgain(const absl::Status& why, StepEffects& effects);
+  // The part as it was reported by an earlier process.
+  void TakeOverReport(uint32_t micro_steps, const std::optional<StepVote>& vote);
+
   // The step is over, or dropped: no event finds it any more. Clear empties the part.
   void Drop();
   void Clear() { part_.Clear(); }
@@ -163,18 +188,24 @@ class StepMachine {
   void Open(uint64_t step, StepEffects& effects);
   // For a repeated seal, from a stream that may have missed the norm.
   absl::Status RepeatSeal(int rank, const std::optional<StepVote>& vote, StepEffects& effects);
+  // A reported step is open again.
+  void Reopen(StepEffects& effects);
   // The last vote makes the decision possible, or voids all votes.
   absl::Status TakeVote(int rank, const StepVote& vote, StepEffects& effects);
   // If votes differ: voids them, and tells all ranks.
   bool VotesAgree(StepEffects& effects);
   void TellNorm(const std::vector<int>& ranks, StepEffects& effects) const;
-  StepGiven Given() const { return {spec_, layout_, *lead_, part_}; }
+  bool is_alone() const { return static_cast<int>(layout_.ranks().size()) == layout_.world_size(); }
+  StepGiven Given(const StepUses& uses) const { return {spec_, layout_, *agreement_, part_, uses}; }
+  StepGiven Given() const { return Given(part_.uses()); }
 
   const JobSpec& spec_;
   const Layout& layout_;
   Stage stage_ = Stage::kNone;
-  std::optional<StepLead> lead_;
+  std::optional<StepAgreement> agreement_;
   StepPart part_;
+  bool norm_is_known_ = false;  // Of the reported part.
+  bool is_report_taken_over_ = false;
   uint64_t given_up_ = 0;  // The last one; 0: none.
 };
 

@@ -5,10 +5,8 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_STEP_PART_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_STEP_PART_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -16,6 +14,7 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/gradients/ledger.h"
+#include "cpu_optimizer_service/job/step/step_uses.h"
 
 namespace ballast {
 
@@ -29,7 +28,7 @@ struct NonFiniteReport {
 class StepPart {
  public:
   StepPart(int world_size, int64_t parameters, int64_t chunks)
-      : ledger_(chunks), ranks_(world_size), used_(parameters, false) {}
+      : ledger_(chunks), ranks_(world_size), uses_(parameters) {}
 
   struct Rank {
     uint32_t micro_steps_ended = 0;
@@ -54,10 +53,8 @@ class StepPart {
   // Drops everything of the step.
   void Clear();
 
-  // Some rank gave the parameter a gradient in some micro-step of the live attempt.
-  bool used(int parameter) const { return used_[parameter]; }
-  // The first micro-step in [begin, end) in which some rank did.
-  std::optional<uint32_t> FirstUse(int parameter, uint32_t begin, uint32_t end) const;
+  // In the live attempt.
+  const StepUses& uses() const { return uses_; }
   struct MicroSteps {
     uint32_t begin = 0;
     uint32_t end = 0;
@@ -68,20 +65,9 @@ class StepPart {
   const std::optional<NonFiniteReport>& non_finite() const { return non_finite_; }
 
  private:
-  // By parameter. Adjacent micro-steps with equal uses share it.
-  using UsedSet = std::shared_ptr<const std::vector<bool>>;
-  struct Uses {
-    bool all = false;  // Then `some` is not kept.
-    UsedSet some;      // Null: no parameter.
-  };
-  // `micro_step` also used these. False if there would be too many sets.
-  bool AddUses(uint32_t micro_step, const std::vector<int>& parameters);
-
   Ledger ledger_;
   std::vector<Rank> ranks_;
-  std::vector<bool> used_;  // By parameter.
-  std::vector<Uses> uses_;  // By micro-step, of all ranks together.
-  size_t used_sets_ = 0;    // Different ones, alive.
+  StepUses uses_;
   std::map<int, std::vector<MicroSteps>> empties_;
   std::optional<NonFiniteReport> non_finite_;
 };

@@ -20,7 +20,7 @@ std::optional<Speculation::Task> Executor::SpeculateIfWorthwhile(int index, doub
   const int owner = core_.layout.chunks()[index].rank;
   // Of an attempt that can no longer be decided, nothing is worth it.
   const bool is_open = machine_.stage() == StepMachine::Stage::kOpen;
-  if (is_open && !machine_.lead()->IsLive(owner)) return std::nullopt;
+  if (is_open && !machine_.agreement()->IsLive(owner)) return std::nullopt;
   speculation_.AddSquaredNorm(index, squared_norm);
   // A chunk of zeros alone is most likely unused, and will be skipped.
   if (core_.spec().unused_policy == UnusedPolicy::kSkip && memory_.gradients->is_zero(index)) {

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -17,6 +18,11 @@ namespace {
 constexpr absl::Duration kStepLimit = absl::Minutes(2);
 
 SteadyTime Now() { return std::chrono::steady_clock::now(); }
+
+int64_t ElementsOfAllRanks(const JobSpec& spec) {
+  const auto flat = FlatElements(spec.layout.parameters, static_cast<int>(spec.groups.size()));
+  return std::accumulate(flat.begin(), flat.end(), int64_t{0});
+}
 
 }  // namespace
 
@@ -57,11 +63,11 @@ LoadRank::LoadRank(const LoadOptions& options, const JobSpec& spec, int rank)
     : options_(options),
       spec_(spec),
       values_(spec, static_cast<uint64_t>(options.seed)),
-      layout_(Layout::Create(spec.layout).value()),
+      layout_(Layout::CreateForRanks(spec.layout, {rank}).value()),
       rank_(rank),
       partition_elements_(layout_.partition_elements(rank)),
       pace_(options.pace * static_cast<double>(partition_elements_) /
-            static_cast<double>(layout_.total_flat_elements())),
+            static_cast<double>(ElementsOfAllRanks(spec))),
       gradients_(layout_.chunks().size()),
       places_(layout_.chunks().size()) {
   for (const int chunk : layout_.chunks_of_rank(rank)) {

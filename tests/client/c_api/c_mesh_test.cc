@@ -148,9 +148,9 @@ class MeshRank {
   // What the pieces of its chunks say that it has of each parameter.
   std::vector<int64_t> ElementsOfPieces() const {
     size_t chunks = 0;
-    EXPECT_EQ(ballast_chunks(session_, rank_, nullptr, 0, &chunks), BALLAST_OK);
+    EXPECT_EQ(ballast_chunks(session_, nullptr, 0, &chunks), BALLAST_OK);
     std::vector<ballast_chunk> list(chunks);
-    EXPECT_EQ(ballast_chunks(session_, rank_, list.data(), chunks, &chunks), BALLAST_OK);
+    EXPECT_EQ(ballast_chunks(session_, list.data(), chunks, &chunks), BALLAST_OK);
     std::vector<int64_t> next(kParameters, 0);
     for (const ballast_chunk& chunk : list) {
       size_t count = 0;

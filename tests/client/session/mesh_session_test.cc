@@ -138,7 +138,7 @@ class MeshRank {
   const JobSpec job_;
   const int rank_;
   const Layout flat_ = Layout::Create(SmallJob("flat", 1).layout).value();
-  const Layout session_layout_ = Layout::CreateForRank(job_.layout, rank_).value();
+  const Layout session_layout_ = Layout::CreateForRanks(job_.layout, {rank_}).value();
   std::map<int, std::string> memory_;  // By chunk: of its weights.
   std::deque<std::string> pushed_;
   std::unique_ptr<Session> session_;

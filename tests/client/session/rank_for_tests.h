@@ -42,7 +42,7 @@ class RankForTests {
                                                             const JobSpec& job, int rank,
                                                             SessionOptions options = {},
                                                             Traffic traffic = Traffic::kPayloads) {
-    std::unique_ptr<RankForTests> self(new RankForTests(job, traffic));
+    std::unique_ptr<RankForTests> self(new RankForTests(job, rank, traffic));
     options.job = job;
     options.rank = rank;
     if (traffic != Traffic::kInPlace) {
@@ -50,7 +50,6 @@ class RankForTests {
     }
     if (traffic == Traffic::kPayloads) options.shared_memory = SharedMemoryUse::kNever;
     BALLAST_ASSIGN_OR_RETURN(self->session_, Session::Open(std::move(channel), std::move(options)));
-    self->rank_ = rank;
     if (self->session_->shares_memory() != (traffic != Traffic::kPayloads)) {
       return absl::FailedPreconditionError(absl::StrCat("not as ", Name(traffic)));
     }
@@ -141,8 +140,11 @@ class RankForTests {
     std::atomic<bool> released = false;
   };
 
-  RankForTests(const JobSpec& job, Traffic traffic)
-      : job_(job), layout_(Layout::Create(job.layout).value()), traffic_(traffic) {}
+  RankForTests(const JobSpec& job, int rank, Traffic traffic)
+      : job_(job),
+        layout_(Layout::CreateForRanks(job.layout, {rank}).value()),
+        traffic_(traffic),
+        rank_(rank) {}
 
   absl::Span<std::byte> Memory(int chunk) {
     const Chunk& place = layout_.chunks()[chunk];
@@ -154,7 +156,7 @@ class RankForTests {
   const JobSpec job_;
   const Layout layout_;
   const Traffic traffic_;
-  int rank_ = 0;
+  const int rank_;
   std::map<int, std::string> memory_;
   std::deque<Pushed> pushes_;
   std::map<int, Pushed*> in_place_;  // By chunk: the last one there.

@@ -2,11 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <map>
-#include <random>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "cpu_optimizer_service/common/layout.h"
 #include "tests/support/messages.h"
@@ -71,123 +67,6 @@ TEST(MeshLayout, ARankHasItsShardsInTheOrderOfDeclaration) {
   EXPECT_EQ(layout.padding_of(2)[1].chunk_offset, 38);
 }
 
-TEST(MeshLayout, EveryElementHasOnePlaceThatEveryQuestionAgreesOn) {
-  std::mt19937 random(7);
-  for (int turn = 0; turn < 200; ++turn) {
-    LayoutSpec spec;
-    spec.group_count = 2;
-    spec.chunk_elements = 256;
-    spec.world_size = 1;
-    for (int m = 0; m < 1 + turn % 2; ++m) {
-      spec.mesh.push_back({std::to_string(m), static_cast<int>(1 + random() % 3)});
-      spec.world_size *= spec.mesh.back().size;
-    }
-    for (int p = 0; p < 6; ++p) {
-      ParameterSpec parameter = {
-          .name = std::to_string(p), .shape = {}, .group = static_cast<int>(random() % 2)};
-      for (size_t d = 0; d < random() % 4; ++d) parameter.shape.push_back(random() % 20);
-      for (size_t m = 0; m < spec.mesh.size(); ++m) {
-        const int dims = static_cast<int>(parameter.shape.size());
-        parameter.placements.push_back({.shard_dim = static_cast<int>(random() % (dims + 1)) - 1});
-      }
-      spec.parameters.push_back(parameter);
-    }
-    const Layout layout = Layout::Create(spec).value();
-    std::map<std::pair<int, int64_t>, std::pair<int, int64_t>> places;  // In a chunk, by element.
-    int64_t covered = 0;
-    for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
-      int64_t next = 0;
-      layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-        ASSERT_GE(piece.chunk_offset, next);
-        next = piece.chunk_offset + piece.elements;
-        for (int64_t i = 0; i < piece.elements; ++i) {
-          ASSERT_TRUE(places
-                          .emplace(std::pair(piece.parameter, piece.parameter_offset + i),
-                                   std::pair(chunk, piece.chunk_offset + i))
-                          .second);
-        }
-        covered += piece.elements;
-        const int64_t middle = piece.elements / 2;
-        const ChunkPiece at = layout.PieceAt(chunk, piece.chunk_offset + middle);
-        ASSERT_EQ(at.parameter, piece.parameter);
-        ASSERT_EQ(at.parameter_offset, piece.parameter_offset + middle);
-      });
-      ASSERT_LE(next, layout.chunks()[chunk].elements);
-      for (const ChunkPiece& padding : layout.padding_of(chunk)) {
-        covered += padding.elements;
-        ASSERT_EQ(layout.PieceAt(chunk, padding.chunk_offset).parameter, -1);
-      }
-      ASSERT_EQ(layout.chunks()[chunk].elements % kShardAlignmentElements, 0);
-      ASSERT_LE(layout.chunks()[chunk].elements, spec.chunk_elements);
-    }
-    ASSERT_EQ(covered, layout.total_flat_elements());
-    int64_t elements = 0;
-    for (int p = 0; p < 6; ++p) {
-      const int64_t size = layout.place(p).elements;
-      elements += size;
-      for (int range = 0; range < 5; ++range) {
-        const int64_t begin = range == 0 ? 0 : random() % (size + 1);
-        const int64_t end = range == 0 ? size : begin + random() % (size - begin + 1);
-        int64_t next = begin;
-        layout.VisitRange(p, begin, end, [&](const ChunkPiece& piece) {
-          ASSERT_EQ(piece.parameter_offset, next);
-          ASSERT_GE(piece.elements, 1);
-          for (int64_t i = 0; i < piece.elements; ++i, ++next) {
-            ASSERT_EQ(places.at({p, next}), std::pair(piece.chunk, piece.chunk_offset + i));
-          }
-        });
-        ASSERT_EQ(next, end);
-      }
-      std::vector<int> chunks;
-      for (const auto& [element, place] : places) {
-        if (element.first == p) chunks.push_back(place.first);
-      }
-      std::sort(chunks.begin(), chunks.end());
-      chunks.erase(std::unique(chunks.begin(), chunks.end()), chunks.end());
-      ASSERT_EQ(layout.ChunksOfParameter(p), chunks);
-    }
-    ASSERT_EQ(static_cast<int64_t>(places.size()), elements);
-  }
-}
-
-TEST(MeshLayout, OfOneRankHasItsChunksAloneAsInTheWhole) {
-  LayoutSpec spec = Spec();
-  spec.world_size = 4;
-  spec.mesh = {{"dp", 2}, {"tp", 2}};
-  for (ParameterSpec& parameter : spec.parameters) {
-    if (parameter.trainable) parameter.placements.push_back(kReplicate);
-  }
-  spec.parameters[0] = {.name = "rows", .shape = {101, 7}, .placements = {kShard0, kShard1}};
-  spec.chunk_elements = 256;
-  const Layout whole = Layout::Create(spec).value();
-  for (int rank = 0; rank < 4; ++rank) {
-    const Layout one = Layout::CreateForRank(spec, rank).value();
-    const absl::Span<const int> chunks = whole.chunks_of_rank(rank);
-    ASSERT_EQ(one.chunks().size(), chunks.size());
-    for (int c = 0; c < static_cast<int>(chunks.size()); ++c) {
-      EXPECT_EQ(one.chunks_of_rank(rank)[c], c);
-      EXPECT_EQ(one.chunks()[c].begin, whole.chunks()[chunks[c]].begin);
-      EXPECT_EQ(one.chunks()[c].elements, whole.chunks()[chunks[c]].elements);
-      EXPECT_EQ(one.chunks()[c].rank, rank);
-      const std::vector<ChunkPiece> pieces = one.Pieces(c);
-      const std::vector<ChunkPiece> expected = whole.Pieces(chunks[c]);
-      ASSERT_EQ(pieces.size(), expected.size());
-      for (size_t i = 0; i < pieces.size(); ++i) {
-        EXPECT_EQ(pieces[i].parameter, expected[i].parameter);
-        EXPECT_EQ(pieces[i].parameter_offset, expected[i].parameter_offset);
-        EXPECT_EQ(pieces[i].chunk_offset, expected[i].chunk_offset);
-        EXPECT_EQ(pieces[i].elements, expected[i].elements);
-        one.VisitRange(pieces[i].parameter, pieces[i].parameter_offset,
-                       pieces[i].parameter_offset + pieces[i].elements,
-                       [&](const ChunkPiece& piece) { EXPECT_EQ(piece.chunk, c); });
-      }
-    }
-  }
-  EXPECT_EQ(Layout::CreateForRank(spec, 4).status().code(), absl::StatusCode::kInvalidArgument);
-  spec.mesh.clear();
-  EXPECT_EQ(Layout::CreateForRank(spec, 0).status().code(), absl::StatusCode::kInvalidArgument);
-}
-
 TEST(MeshLayout, ShardsBeginAtMultiplesOf64BytesInEveryFormat) {
   const Layout layout = Layout::Create(Spec()).value();
   for (int chunk = 0; chunk < 3; ++chunk) {
@@ -214,6 +93,12 @@ TEST(MeshLayout, RefusesWhatDoesNotFit) {
   LayoutSpec no_mesh = Spec();
   no_mesh.mesh.clear();
   ExpectInvalid(no_mesh);
+  LayoutSpec dims = Spec();
+  for (int i = 0; i < 64; ++i) dims.mesh.push_back({std::to_string(i), 1});
+  ExpectInvalid(dims);
+}
+
+TEST(MeshLayout, CountsTheShardsOfItsOwnRanks) {
   LayoutSpec many = Spec();
   many.world_size = kMaxWorldSize;
   many.mesh[0].size = kMaxWorldSize;
@@ -222,24 +107,21 @@ TEST(MeshLayout, RefusesWhatDoesNotFit) {
         {.name = std::to_string(i), .shape = {1}, .placements = {kReplicate}});
   }
   ExpectInvalid(many);
-  LayoutSpec dims = Spec();
-  for (int i = 0; i < 64; ++i) dims.mesh.push_back({std::to_string(i), 1});
-  ExpectInvalid(dims);
+  EXPECT_TRUE(Layout::CreateForRanks(many, {0, 7, kMaxWorldSize - 1}).ok());
 }
 
 TEST(MeshLayout, NamesTheFirstDifference) {
-  const Layout layout = Layout::Create(Spec()).value();
-  EXPECT_EQ(layout.FirstDifference(layout), "");
+  EXPECT_EQ(FirstDifference(Spec(), Spec()), "");
   LayoutSpec mesh = Spec();
   mesh.mesh[0].name = "tp";
-  EXPECT_TRUE(Says(layout.FirstDifference(Layout::Create(mesh).value())));
+  EXPECT_TRUE(Says(FirstDifference(Spec(), mesh)));
   LayoutSpec placement = Spec();
   placement.parameters[2].placements = {kShard0};
-  EXPECT_TRUE(Says(layout.FirstDifference(Layout::Create(placement).value())));
+  EXPECT_TRUE(Says(FirstDifference(Spec(), placement)));
   // A frozen parameter is nowhere.
   LayoutSpec frozen = Spec();
   frozen.parameters[3].placements = {kReplicate};
-  EXPECT_EQ(layout.FirstDifference(Layout::Create(frozen).value()), "");
+  EXPECT_EQ(FirstDifference(Spec(), frozen), "");
 }
 
 }  // namespace

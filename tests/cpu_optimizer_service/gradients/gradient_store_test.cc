@@ -46,7 +46,9 @@ class GradientStoreTest : public testing::TestWithParam<DType> {
 
   double SumOf(int chunk) {
     store_->ComputeSums(chunk);
-    return store_->CombineSums([](int64_t, absl::FunctionRef<void(int64_t)>) {})[0];
+    return store_->CombineSums([](int64_t, absl::FunctionRef<void(int64_t)>) {})
+        .groups[0]
+        .Rounded();
   }
   static double ExpectedSum(const std::byte* gradient, DType dtype) {
     return BlockSumOfSquaresReference(gradient, dtype) +
@@ -211,9 +213,11 @@ TEST(GradientStore, SaysWhetherAPieceHasAGradientAndWhichElementIsNotFinite) {
   };
   const auto compute = [&] {
     for (int c = 0; c < 3; ++c) store->ComputeSums(c);
-    return store->CombineSums([](int64_t count, absl::FunctionRef<void(int64_t)> body) {
-      for (int64_t i = 0; i < count; ++i) body(i);
-    })[0];
+    const PartSums sums =
+        store->CombineSums([](int64_t count, absl::FunctionRef<void(int64_t)> body) {
+          for (int64_t i = 0; i < count; ++i) body(i);
+        });
+    return sums.groups[0].Rounded();
   };
   const auto has_gradient = [&](int parameter, bool sums_current) {
     bool found = false;

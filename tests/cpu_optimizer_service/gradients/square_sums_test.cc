@@ -86,16 +86,19 @@ class Cutting {
       std::shuffle(tasks.begin(), tasks.end(), random);
       for (const int64_t task : tasks) body(task);
     };
-    return sums_.Combine([this](int chunk) { return View(chunk); }, shuffled)[0];
+    return sums_.Combine([this](int chunk) { return View(chunk); }, shuffled).groups[0].Rounded();
   }
   double SumBy(TaskPool& pool) {
     pool.ForEach(static_cast<int64_t>(chunks_.size()), [&](int64_t chunk) {
       sums_.SumChunk(static_cast<int>(chunk), View(static_cast<int>(chunk)));
     });
-    return sums_.Combine([this](int chunk) { return View(chunk); },
-                         [&](int64_t count, absl::FunctionRef<void(int64_t)> body) {
-                           pool.ForEach(count, body);
-                         })[0];
+    return sums_
+        .Combine([this](int chunk) { return View(chunk); },
+                 [&](int64_t count, absl::FunctionRef<void(int64_t)> body) {
+                   pool.ForEach(count, body);
+                 })
+        .groups[0]
+        .Rounded();
   }
   const NormBlocks& blocks() const { return sums_.blocks(); }
   SquareSums& sums() { return sums_; }
@@ -191,7 +194,7 @@ TEST(SquareSums, ForgetWhatAChunkHeldBefore) {
     const auto for_each = [](int64_t count, absl::FunctionRef<void(int64_t)> body) {
       for (int64_t i = 0; i < count; ++i) body(i);
     };
-    EXPECT_EQ(cutting.sums().Combine(view, for_each)[0], 0);
+    EXPECT_EQ(cutting.sums().Combine(view, for_each).groups[0].Rounded(), 0);
   }
 }
 

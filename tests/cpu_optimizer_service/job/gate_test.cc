@@ -21,8 +21,9 @@ constexpr Admission kAllAdmissions[] = {
     Admission::kReadNow,     Admission::kDiscard,    Admission::kSupersede,
     Admission::kAbort,       Admission::kDecide,     Admission::kUpdate,
     Admission::kFinishClear, Admission::kLoad,       Admission::kReplaceState,
-    Admission::kClose,       Admission::kUndo,       Admission::kWrite};
-constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kVoting,
+    Admission::kClose,       Admission::kUndo,       Admission::kWrite,
+    Admission::kHear};
+constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kReported,
                                 Phase::kSealed,   Phase::kDeciding, Phase::kUpdating,
                                 Phase::kClearing, Phase::kLoading,  Phase::kClosed};
 static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) == kPhases);
@@ -31,7 +32,7 @@ static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) 
 // table: as conditions on the state.
 Answer Expected(Admission admission, const GateState& state, const RankUnderWay& rank) {
   const Phase phase = state.phase;
-  const bool undecided = phase == Phase::kOpen || phase == Phase::kVoting ||
+  const bool undecided = phase == Phase::kOpen || phase == Phase::kReported ||
                          phase == Phase::kSealed || phase == Phase::kDeciding;
   const bool moves_by_itself =
       phase == Phase::kDeciding || phase == Phase::kUpdating || phase == Phase::kClearing;
@@ -59,7 +60,8 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
       return state.torn ? Answer::kTorn : Answer::kGranted;
     case Admission::kDiscard:
       if (phase == Phase::kLoading) return Answer::kLoading;
-      if (phase == Phase::kOpen || phase == Phase::kVoting)
+      if (phase == Phase::kReported && state.follows) return Answer::kWaits;
+      if (phase == Phase::kOpen || phase == Phase::kReported)
         return wait_if(rank.adding + rank.computing > 0);
       return wait_if(phase == Phase::kSealed || phase == Phase::kDeciding ||
                      phase == Phase::kClearing);
@@ -90,6 +92,8 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
                  : Answer::kAborted;
     case Admission::kReplaceState:
       return phase == Phase::kLoading ? wait_if(state.readers > 0) : Answer::kAborted;
+    case Admission::kHear:
+      return wait_if(moves_by_itself || phase == Phase::kSealed || phase == Phase::kLoading);
     case Admission::kLoad:
     case Admission::kClose:
       return wait_if(moves_by_itself || phase == Phase::kLoading);
@@ -102,9 +106,10 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
   std::map<Answer, int> answers;
   for (const Admission admission : kAllAdmissions) {
     for (const Phase phase : kAllPhases) {
-      for (int bits = 0; bits < 32; ++bits) {
+      for (int bits = 0; bits < 64; ++bits) {
         const GateState state = {.phase = phase,
                                  .torn = (bits & 1) != 0,
+                                 .follows = (bits & 32) != 0,
                                  .deciding = (bits & 2) != 0,
                                  .readers = (bits & 4) != 0 ? 2 : 0,
                                  .adding = (bits & 8) != 0 ? 3 : 0,
@@ -125,7 +130,7 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
       }
     }
   }
-  EXPECT_EQ(cases, kAdmissions * kPhases * 256);
+  EXPECT_EQ(cases, kAdmissions * kPhases * 512);
   EXPECT_EQ(answers.size(), 10u) << "each answer is given somewhere";
 }
 
@@ -159,7 +164,7 @@ class GateTurns : public testing::Test {
     gate_.Decide();
   }
 
-  Gate gate_{2};
+  Gate gate_{2, /*follows=*/false};
   std::vector<std::string> turns_;
 };
 
@@ -336,7 +341,7 @@ TEST_F(GateDeathTest, AMoveFromTheWrongPhaseEndsTheProcess) {
   for (const auto& move : wrong) {
     EXPECT_DEATH(
         {
-          Gate gate(1);
+          Gate gate(1, /*follows=*/false);
           move(gate);
         },
         "internal error");

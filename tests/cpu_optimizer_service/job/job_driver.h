@@ -71,6 +71,7 @@ class RecordingListener : public RankListener {
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override {
     MutexLock lock(mutex_);
     refusals_.push_back(refusal.status);
+    changed_.NotifyAll();
   }
   void OnNorm(const StepNorm& norm) override {
     MutexLock lock(mutex_);
@@ -124,6 +125,10 @@ class RecordingListener : public RankListener {
       return StepAttempt(norm.step, norm.attempt) == at;
     };
     while (std::none_of(norms_.begin(), norms_.end(), is_it)) changed_.Wait(mutex_);
+  }
+  void WaitForRefusals(size_t count) {
+    MutexLock lock(mutex_);
+    while (refusals_.size() < count) changed_.Wait(mutex_);
   }
   void WaitForVoteRefusals(size_t count) {
     MutexLock lock(mutex_);
@@ -317,7 +322,7 @@ class JobDriver {
   }
 
   void AttachAll() {
-    for (int rank = 0; rank < layout().world_size(); ++rank) Attach(rank);
+    for (const int rank : layout().ranks()) Attach(rank);
   }
   // From the next Attach on, which gives the rank memory.
   void SetSending(Sending sending) { sending_ = sending; }
@@ -372,6 +377,8 @@ class JobDriver {
     const uint64_t step = next_step();
     return attempts_.at(rank).step == step ? attempts_.at(rank) : step;
   }
+  // After a discard that is not this one's.
+  void SetAttempt(int rank, StepAttempt attempt) { attempts_.at(rank) = attempt; }
   // False: too late.
   bool Discard(int rank) {
     const StepAttempt discarded = at(rank);

@@ -107,8 +107,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2067u);
-  EXPECT_EQ(HashOf(bytes), "90505245ad780627d126d5848f791ee0330e1a35ce3ad96d7e064c94c49d00ff");
+  EXPECT_EQ(bytes.size(), 2101u);
+  EXPECT_EQ(HashOf(bytes), "42d5d4975ea47eefd037e23099c3f22f7a529dc68981519d9344486acb2f3735");
 }
 
 }  // namespace

@@ -16,7 +16,6 @@ namespace {
 
 constexpr GptConfig kTiny{.layers = 1, .heads = 1, .width = 16, .context = 4};
 
-// What a micro-step over `batch` hands over on this rank, by chunk.
 struct KeptGradients final : GradientSink {
   absl::Status Push(client::GradientPush push) override {
     std::vector<float>& values = gradients[push.chunk];
@@ -36,7 +35,9 @@ struct KeptGradients final : GradientSink {
   int ended = 0;
 };
 
-std::map<int, std::vector<float>> GradientsOfAPass(Collective& collective, const Batch& batch) {
+// What a micro-step over `batch` hands over on this rank, by the chunk's place: group and begin.
+using Gradients = std::map<std::pair<int, int64_t>, std::vector<float>>;
+Gradients GradientsOfAPass(Collective& collective, const Batch& batch) {
   const TrainingJob job =
       MakeTrainingJob(
           GptParameters(kTiny),
@@ -59,13 +60,18 @@ std::map<int, std::vector<float>> GradientsOfAPass(Collective& collective, const
   EXPECT_TRUE(backend.MicroStep({.step = 1, .batch = batch}).ok());
   EXPECT_EQ(backend.FinishStep()->loss_sum > 0, batch.sequences > 0);
   EXPECT_EQ(kept.ended, 1);
-  return kept.gradients;
+  Gradients gradients;
+  for (auto& [chunk, values] : kept.gradients) {
+    const Chunk& of = job.layout.chunks()[chunk];
+    gradients[{of.group, of.begin}] = std::move(values);
+  }
+  return gradients;
 }
 
 TEST(RankWithoutTokens, HasReachedAllWithZeros) {
   const Batch some{.sequences = 1, .context = 4, .inputs = {1, 2, 3, 4}, .targets = {2, 3, 4, 5}};
   const Batch none{.sequences = 0, .context = 4, .inputs = {}, .targets = {}};
-  std::map<int, std::vector<float>> alone, of_rank[2];
+  Gradients alone, of_rank[2];
   RunRanks(1, [&](Collective& collective) { alone = GradientsOfAPass(collective, some); });
   RunRanks(2, [&](Collective& collective) {
     const int rank = collective.rank();

@@ -32,7 +32,7 @@ class Service {
                           absl::Duration seal_timeout = absl::Minutes(1)) {
     return [=, this](const TrainingJob& job, TrainingBackend& backend, Collective& collective) {
       return MakeServiceOptimizer(channel(),
-                                  {.job = job.spec,
+                                  {.job = job,
                                    .backend = backend,
                                    .resume_directory = resume_directory,
                                    .seal_timeout = seal_timeout,

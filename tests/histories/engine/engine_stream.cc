@@ -196,7 +196,7 @@ absl::Status EngineStream::Open(const v1::OpenTrain& request) {
                                             .generation = proto::FromProto(request.generation()),
                                             .update_mode = update_mode},
                                            outbox_));
-  first_on_wire_ = job->layout().first_on_wire(request.rank());
+  first_of_rank_ = job->layout().first_of_rank(request.rank());
   outbox_->Opened(job, request.rank(), rank_stream_->position());
   return absl::OkStatus();
 }
@@ -209,7 +209,7 @@ absl::Status EngineStream::BeginStep(const v1::BeginStep& request) {
 absl::Status EngineStream::Contribute(const Message& message) {
   Contribution contribution =
       server::FromMessage(message.message.gradient().header(), {&message.payload, 1});
-  contribution.chunk += first_on_wire_;
+  contribution.chunk += first_of_rank_;
   if (contribution.micro_step_begin > 0) {  // One before it may have come with may_guess.
     BALLAST_RETURN_IF_ERROR(rank_stream_
                                 ->StopProvisional({contribution.step, contribution.attempt},

@@ -62,7 +62,7 @@ class EngineStream final : public client::TrainCall, private server::RankWire {
 
   // Of the thread.
   std::unique_ptr<RankStream> rank_stream_;
-  int first_on_wire_ = 0;
+  int first_of_rank_ = 0;
   bool broken_ = false;  // Nothing goes up or comes down any more.
   bool unseen_ = false;  // By the service, that is.
   bool told_closed_ = false;

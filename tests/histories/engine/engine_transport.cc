@@ -85,7 +85,7 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
     const std::vector<float> values = fill(chunk);
     const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
                                             values.size() * sizeof(float));
-    const int64_t in_job = int64_t{chunk} + job->layout().first_on_wire(open.rank());
+    const int64_t in_job = int64_t{chunk} + job->layout().first_of_rank(open.rank());
     BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(in_job, {piece}, uploader).status());
   }
   v1::UploadWeightsResponse response;
@@ -104,7 +104,7 @@ absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
     return absl::FailedPreconditionError("the job stands at another step");
   }
   for (const uint32_t chunk : request.chunks()) {
-    const int in_job = static_cast<int>(chunk) + job->layout().first_on_wire(request.rank());
+    const int in_job = static_cast<int>(chunk) + job->layout().first_of_rank(request.rank());
     BALLAST_ASSIGN_OR_RETURN(const server::OwnedWeights weights,
                              server::ReadWeights(*job, status.generation, step, in_job));
     BALLAST_RETURN_IF_ERROR(

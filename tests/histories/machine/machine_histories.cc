@@ -87,6 +87,7 @@ class Player {
     if (random_.OneIn(24)) attempt += random_.Pick({-1, 1}) + (attempt == 0 ? 1 : 0);
     StepEffects effects;
     std::string wrong = One(r, step, attempt, effects);
+    if (effects.voted) machine_->GoOn();
     for (StepWord& word : effects.words) words_.push_back(std::move(word));
     return wrong;
   }
@@ -227,36 +228,43 @@ class Player {
 
   std::string Sums(StepEffects& effects) {
     Note("its sums are known");
-    std::optional<std::vector<double>> sums;
-    if (!machine_->lead()->group_sums().has_value()) sums = std::vector<double>{1};
-    const bool decided = machine_->SumsAreKnown(std::move(sums), effects);
+    // The first time, or because all have voted since.
+    const bool again = machine_->agreement()->is_summed();
+    if (!again) machine_->SetSummed();
+    const std::optional<StepVote> vote = machine_->CommonVote();
+    if (!vote.has_value()) {
+      machine_->AwaitLead();
+      machine_->NormIsKnown(effects);
+    }
+    const bool decided = vote.has_value();
     for (const StepEffects::ToRank& told : effects.told) {
       tally_.void_votes += std::holds_alternative<StepEffects::VoteRefused>(told.what) ? 1 : 0;
     }
     if (model_.SumsAreKnown() != decided) return decided ? "it is decided" : "it is not decided";
     if (!decided) return "";
     ++tally_.decided;
-    machine_->Decide();
+    machine_->Decide(*vote);
     model_.stage = MachineModel::Stage::kDecided;
     return Whole();
   }
 
   // The promises themselves: of every rank the same attempt, of every chunk every micro-step once.
   std::string Whole() const {
-    const StepLead& lead = *machine_->lead();
-    for (const RankInStep& rank : lead.ranks()) {
-      if (rank.attempt != lead.attempt() || !rank.begun || rank.sealed != lead.micro_steps() ||
-          rank.vote != lead.vote()) {
+    const StepAgreement& agreement = *machine_->agreement();
+    for (const RankInStep& rank : agreement.ranks()) {
+      if (rank.attempt != agreement.attempt() || !rank.begun ||
+          rank.sealed != agreement.micro_steps() || rank.vote != agreement.vote()) {
         return "it is decided without all ranks";
       }
     }
-    return machine_->ledger().IsWhole(lead.micro_steps()) ? "" : "it is decided without all chunks";
+    return machine_->ledger().IsWhole(agreement.micro_steps()) ? ""
+                                                               : "it is decided without all chunks";
   }
 
   std::string Commit() {
     Note("it is committed");
-    last_micro_steps_ = machine_->lead()->micro_steps();
-    last_vote_ = machine_->lead()->vote();
+    last_micro_steps_ = machine_->agreement()->micro_steps();
+    last_vote_ = machine_->agreement()->vote();
     machine_->Drop();
     machine_->Clear();
     words_.clear();
@@ -312,7 +320,7 @@ class Player {
     }
     if (machine_->between_steps()) return "";
     for (size_t rank = 0; rank < model_.ranks.size(); ++rank) {
-      const RankInStep& is = machine_->lead()->ranks()[rank];
+      const RankInStep& is = machine_->agreement()->ranks()[rank];
       const MachineModel::Rank& expected = model_.ranks[rank];
       if (is.attempt != expected.attempt || is.begun != expected.begun ||
           is.sealed != expected.sealed || is.vote.has_value() != expected.vote.has_value() ||

@@ -87,9 +87,9 @@ absl::Status SessionPlayer::OpenSession(int rank) {
                                     .rank = rank,
                                     .process_id = side.process_id,
                                     .join_timeout = absl::Seconds(60)};
-  const int first_on_wire = stage_.layout().first_on_wire(rank);
-  options.weights = [&side, first_on_wire](int chunk) {
-    return absl::MakeSpan(side.weights.at(first_on_wire + chunk));
+  const int first_of_rank = stage_.layout().first_of_rank(rank);
+  options.weights = [&side, first_of_rank](int chunk) {
+    return absl::MakeSpan(side.weights.at(first_of_rank + chunk));
   };
   options.seal_timeout = absl::Seconds(60);
   // On a clock that does not wait, a minute is over before a checkpoint is loaded.
@@ -266,7 +266,7 @@ absl::Status SessionPlayer::Make(const Call& call) {
     case CallKind::kContribute: {
       Script& script = ScriptOf(call);
       const auto [begin, end] = script.Range(call.chunk, call.segment);
-      client::GradientPush push = {.chunk = call.chunk - stage_.layout().first_on_wire(call.rank),
+      client::GradientPush push = {.chunk = call.chunk - stage_.layout().first_of_rank(call.rank),
                                    .micro_step_begin = begin,
                                    .micro_step_end = end,
                                    .final = script.IsFinal(call.chunk, call.segment),

@@ -52,7 +52,7 @@ void CheckInput(const uint8_t* data, size_t size) {
   if (!layout.ok()) return;
 
   const MemoryNeed need = NeedOf(*spec, *layout);
-  Demand(need.state_bytes >= 12 * layout->total_flat_elements(), "too little state");
+  Demand(need.state_bytes >= 12 * layout->total_elements(), "too little state");
   Demand(need.total_bytes() >= need.state_bytes, "the sum overflows");
   int64_t elements = 0;
   for (const Chunk& chunk : layout->chunks()) {
@@ -60,7 +60,7 @@ void CheckInput(const uint8_t* data, size_t size) {
     Demand(chunk.rank >= 0 && chunk.rank < layout->world_size(), "a chunk's rank");
     elements += chunk.elements;
   }
-  Demand(elements == layout->total_flat_elements(), "chunks do not tile the flat spaces");
+  Demand(elements == layout->total_elements(), "chunks do not tile the flat spaces");
   const absl::StatusOr<JobSpec> again = proto::FromProto(proto::ToProto(*spec));
   Demand(again.ok() && FirstDifference(*spec, *again).empty(), "another job after a round trip");
 }

@@ -142,7 +142,7 @@ TEST_F(SharedMemoryStep, IsShownInTheJob) {
 TEST_F(SharedMemoryStep, AcknowledgesEveryChunkAsAMessage) {
   second_.Begin(1);
   for (const int chunk : {1, 2}) second_.Fill(chunk, 1);
-  second_.Send(SharingWorker::SharedGradients(1, {1, 2}, 0, false));
+  second_.Send(SharingWorker::SharedGradients(1, {0, 1}, 0, false));
   EXPECT_EQ(second_.written(), 4);  // Open, begin, two chunks.
   second_.ReadUntilAcknowledged();
 }
@@ -152,7 +152,7 @@ TEST_F(SharedMemoryStep, EndsWellWhenTheMemoryIsDroppedInIt) {
   first_.SendStepInPlace(1, 1);
   second_.Begin(1);
   for (const int chunk : {1, 2}) second_.Fill(chunk, 0.25f * (chunk + 1));
-  second_.Send(SharingWorker::SharedGradients(1, {1, 2}, 0, /*final=*/true));
+  second_.Send(SharingWorker::SharedGradients(1, {0, 1}, 0, /*final=*/true));
   second_.ReadUntilAcknowledged();
   second_.LetGo();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);

@@ -62,6 +62,12 @@ class SharingWorker : public TestWorker {
     const std::string payload = Payload(chunk, value);
     std::memcpy(gradient(chunk).data(), payload.data(), payload.size());
   }
+  // This rank's, as messages number them.
+  std::vector<int> AllOnWire() const {
+    std::vector<int> all;
+    for (const int chunk : chunks()) all.push_back(OnWire(chunk));
+    return all;
+  }
   static v1::TrainRequest SharedGradients(uint64_t step, const std::vector<int>& chunks,
                                           uint32_t micro_step, bool final) {
     v1::TrainRequest request;
@@ -80,7 +86,7 @@ class SharingWorker : public TestWorker {
     for (uint32_t micro_step = 0; micro_step < micro_steps; ++micro_step) {
       if (micro_step > 0) ReadUntilAcknowledged();  // The places are ours again.
       for (const int chunk : chunks()) Fill(chunk, 0.25f * (chunk + 1) + micro_step);
-      Send(SharedGradients(step, chunks(), micro_step, /*final=*/micro_step + 1 == micro_steps));
+      Send(SharedGradients(step, AllOnWire(), micro_step, /*final=*/micro_step + 1 == micro_steps));
       EndMicroStep(step, micro_step);
     }
     Seal(step, micro_steps);
@@ -109,7 +115,7 @@ class SharingWorker : public TestWorker {
     }
     if (!applied) return {};
     for (const int chunk : announced) {
-      EXPECT_TRUE(weights.emplace(chunk, weights_there(chunk)).second)
+      EXPECT_TRUE(weights.emplace(chunks()[chunk], weights_there(chunks()[chunk])).second)
           << "announced twice: " << chunk;
     }
     return weights;

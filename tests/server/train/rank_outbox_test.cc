@@ -143,7 +143,7 @@ TEST_F(RankOutboxTest, NamesChunksOfADecisionBeforeOpenedAsTheRankDoes) {
       {.name = "w", .shape = {4 * kBlockElements}, .placements = {{.shard_dim = 0}}}};
   spec.layout.chunk_elements = kBlockElements;
   const std::shared_ptr<Job> job = engine_.CreateJob(spec).value();
-  const std::vector<int> dropped = {job->layout().first_on_wire(1)};
+  const std::vector<int> dropped = {job->layout().first_of_rank(1)};
   ASSERT_EQ(dropped, std::vector<int>{2});
   outbox_.MessageBegins();
   outbox_.OnDecision(StepOutcome{.step = 4}, dropped);

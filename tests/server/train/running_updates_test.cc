@@ -55,11 +55,11 @@ class SpeculatingWorker : public TestWorker {
         memory_->WriteGradient(
             chunk, {reinterpret_cast<const std::byte*>(payload.data()), payload.size()});
         v1::SharedGradients& shared = *request.mutable_shared_gradients();
-        shared.add_chunks(chunk);
+        shared.add_chunks(OnWire(chunk));
         Fill(shared, micro_step);
       } else {
         v1::GradientHeader& header = *request.mutable_gradient()->mutable_header();
-        header.set_chunk(chunk);
+        header.set_chunk(OnWire(chunk));
         Fill(header, micro_step);
         request.mutable_gradient()->set_payload(payload);
       }

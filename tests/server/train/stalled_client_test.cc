@@ -49,7 +49,7 @@ int64_t StatusBytes(pid_t pid, const std::string& field) {
 class Rank {
  public:
   Rank(std::shared_ptr<grpc::Channel> channel, const std::string& job, int rank)
-      : train_(v1::TrainService::NewStub(channel)), rank_(rank) {
+      : train_(v1::TrainService::NewStub(channel)) {
     v1::AttachWorkerRequest attach;
     attach.set_name("jobs/" + job);
     attach.set_rank(rank);
@@ -72,7 +72,7 @@ class Rank {
     *request.mutable_open() = open_;
     stream->Write(request);
     for (int chunk = 0; chunk < kChunksOfRank; ++chunk) {
-      request.mutable_weights()->mutable_header()->set_chunk(rank_ * kChunksOfRank + chunk);
+      request.mutable_weights()->mutable_header()->set_chunk(chunk);
       request.mutable_weights()->set_payload(std::string(4 * kChunkElements, '\0'));
       stream->Write(request);
     }
@@ -98,7 +98,7 @@ class Rank {
   bool Gradient(uint64_t step, int chunk) {
     v1::GradientHeader& header = *gradient_.mutable_gradient()->mutable_header();
     header.set_step(step);
-    header.set_chunk(rank_ * kChunksOfRank + chunk);
+    header.set_chunk(chunk);
     header.set_micro_step_end(1);
     return stream_->Write(gradient_);
   }
@@ -130,7 +130,6 @@ class Rank {
 
  private:
   const std::unique_ptr<v1::TrainService::Stub> train_;
-  const int rank_;
   v1::OpenTrain open_;
   v1::TrainRequest gradient_;
   grpc::ClientContext context_;

@@ -22,6 +22,7 @@ std::map<int, std::string> ReadWeights(ServiceForTests& service, const TestWorke
   v1::ReadWeightsRequest request;
   request.set_name(worker.OpenMessage().name());
   request.set_uid(worker.OpenMessage().uid());
+  request.set_rank(worker.OpenMessage().rank());
   request.set_step(step);
   const auto reader = service.train().ReadWeights(&context, request);
   std::map<int, std::string> weights;
@@ -30,7 +31,7 @@ std::map<int, std::string> ReadWeights(ServiceForTests& service, const TestWorke
   EXPECT_EQ(response.step(), step);
   while (reader->Read(&response)) {
     EXPECT_EQ(response.weights().header().step(), step);
-    weights[response.weights().header().chunk()] = response.weights().payload();
+    weights[worker.chunks()[response.weights().header().chunk()]] = response.weights().payload();
   }
   const grpc::Status status = reader->Finish();
   EXPECT_TRUE(status.ok()) << status.error_message();
@@ -57,7 +58,9 @@ Trained TrainTwoSteps(Way way, Codec codec) {
   Trained trained;
   trained.weights = first.weights();
   trained.weights.insert(second.weights().begin(), second.weights().end());
-  trained.read = ReadWeights(service, first, 2);
+  for (TestWorker* worker : {&first, &second}) {
+    trained.read.merge(ReadWeights(service, *worker, 2));
+  }
   EXPECT_TRUE(first.Finish().ok());
   EXPECT_TRUE(second.Finish().ok());
   trained.state_hash = service.StateHash("tiny");

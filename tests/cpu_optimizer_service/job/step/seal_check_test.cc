@@ -24,8 +24,8 @@ class SealCheckTest : public testing::Test {
  protected:
   explicit SealCheckTest(UnusedPolicy policy = UnusedPolicy::kError) {
     spec_.unused_policy = policy;
-    lead_.SetTerms({.step = 4, .hyper_parameters = {{}}});
-    for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(lead_.Begin(rank, {}).ok());
+    agreement_.SetTerms({.step = 4, .hyper_parameters = {{}}});
+    for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(agreement_.Begin(rank, {}).ok());
   }
 
   void GiveAll(uint32_t micro_steps, bool final = false) {
@@ -40,7 +40,7 @@ class SealCheckTest : public testing::Test {
   void SealAll() {
     for (int rank = 0; rank < 2; ++rank) {
       if (part_.rank(rank).micro_steps_ended == 0) EndMicroStep(rank, 0);
-      lead_.Seal(rank, 1);
+      agreement_.Seal(rank, 1);
     }
   }
   std::optional<SealRefusal> Rank(int rank, uint32_t micro_steps) {
@@ -48,17 +48,19 @@ class SealCheckTest : public testing::Test {
   }
   // Chunks in `with_gradient` have one everywhere.
   std::optional<SealRefusal> Step(const std::set<int>& with_gradient = {}) {
-    return CheckStep(Given(), /*last_rank=*/1, [&](const ChunkPiece& piece) {
+    const auto has_gradient = [&](const ChunkPiece& piece) {
       EXPECT_LE(0, piece.chunk_offset);
       EXPECT_LE(piece.chunk_offset + piece.elements, layout_.chunks()[piece.chunk].elements);
       return with_gradient.contains(piece.chunk);
-    });
+    };
+    auto refused = CheckPart(Given(), /*last_rank=*/1, has_gradient);
+    return refused.has_value() ? refused : CheckUses(Given(), /*last_rank=*/1, has_gradient);
   }
-  StepGiven Given() const { return {spec_, layout_, lead_, part_}; }
+  StepGiven Given() const { return {spec_, layout_, agreement_, part_, part_.uses()}; }
 
   JobSpec spec_ = MakeJobSpec({.world_size = 2, .chunk_elements = 512});
   Layout layout_ = Layout::Create(spec_.layout).value();
-  StepLead lead_{4, 2};
+  StepAgreement agreement_{4, 2, layout_.ranks()};
   StepPart part_{2, 3, static_cast<int64_t>(layout_.chunks().size())};
 };
 
@@ -107,12 +109,12 @@ TEST(SealCheck, NamesTheFirstOfManyAndCountsTheOthers) {
                                     .world_size = 1,
                                     .chunk_elements = 256});
   const Layout layout = Layout::Create(spec.layout).value();
-  StepLead lead(4, 1);
-  lead.SetTerms({.step = 4, .hyper_parameters = {{}}});
+  StepAgreement agreement(4, 1, layout.ranks());
+  agreement.SetTerms({.step = 4, .hyper_parameters = {{}}});
   StepPart part(1, kParameters, kParameters);
-  ASSERT_TRUE(lead.Begin(0, {}).ok());
+  ASSERT_TRUE(agreement.Begin(0, {}).ok());
   for (int chunk = 0; chunk < 40; ++chunk) part.ledger().Advance(chunk, 1 + chunk);
-  const auto refusal = CheckRank({spec, layout, lead, part}, 0, 90);
+  const auto refusal = CheckRank({spec, layout, agreement, part, part.uses()}, 0, 90);
   ASSERT_TRUE(refusal.has_value());
   EXPECT_EQ(refusal->missing.size(), kMissingEntries);
   EXPECT_EQ(refusal->missing[0].micro_step, 0u);
@@ -160,8 +162,8 @@ TEST_F(SealCheckTest, RefusesRanksThatSealDifferentNumbers) {
   EndMicroStep(0, 0);
   EndMicroStep(1, 0);
   EndMicroStep(1, 1);
-  lead_.Seal(0, 1);
-  lead_.Seal(1, 2);
+  agreement_.Seal(0, 1);
+  agreement_.Seal(1, 2);
   EXPECT_TRUE(
       Refused(Step()->status, absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
 }

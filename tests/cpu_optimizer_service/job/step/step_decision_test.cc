@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,45 +23,44 @@ using testing::IsEmpty;
 // Two ranks, two groups of two parameters each: no engine, no memory, no gradients but their sums.
 class StepDecisionTest : public testing::Test {
  protected:
-  struct Sealed {
-    Sealed(const std::vector<StepVote>& votes, std::vector<double> group_sums,
-           const UsedParameters& used = {}) {
-      lead.SetTerms({.step = 4,
-                     .settings = {.scale = {.loss_scale = 2, .divisors = {1, 4}}},
-                     .hyper_parameters = {{.lr = 0.1}, {.lr = 0.2}}});
-      for (int rank = 0; rank < 2; ++rank) {
-        EXPECT_TRUE(lead.Begin(rank, lead.terms().settings).ok());
-        EXPECT_TRUE(part.EndMicroStep(4, rank, true, 0, used).ok());
-        lead.Seal(rank, 1);
-        if (!votes.empty()) lead.SetVote(rank, votes[rank]);
-      }
-      lead.SetSums(std::move(group_sums));
-    }
-    StepLead lead{4, 2};
-    StepPart part{2, 4, 0};
-  };
-  StepFacts Facts(const Sealed& sealed) const {
+  StepSummary Summary(std::vector<double> group_sums, const UsedParameters& used = {}) const {
+    StepSummary summary = {.micro_steps = 1,
+                           .group_sums = std::move(group_sums),
+                           .uses = StepUses(4),
+                           .non_finite = non_finite_};
+    EXPECT_TRUE(summary.uses.Add(0, used));
+    return summary;
+  }
+  StepFacts Facts(const StepSummary& summary) const {
     return {.spec = spec_,
             .layout = layout_,
-            .lead = sealed.lead,
-            .part = sealed.part,
-            .update_counts = counts_,
-            .non_finite = non_finite_};
+            .terms = terms_,
+            .attempt = 3,
+            .summary = summary,
+            .update_counts = counts_};
+  }
+  static std::vector<RankInStep> Votes(std::optional<StepVote> first,
+                                       std::optional<StepVote> second) {
+    return {{.vote = std::move(first)}, {.vote = std::move(second)}};
   }
   Draft Decided(const StepVote& vote, std::vector<double> group_sums,
-                        const UsedParameters& used = {}) const {
-    return DecideStep(Facts(Sealed({vote, vote}, std::move(group_sums), used)));
+                const UsedParameters& used = {}) const {
+    return DecideStep(Facts(Summary(std::move(group_sums), used)), vote);
   }
 
   JobSpec spec_ = MakeJobSpec({.group_sizes = {{10, 10}, {10, 0}}, .world_size = 2});
   Layout layout_ = Layout::Create(spec_.layout).value();
+  StepTerms terms_ = {.step = 4,
+                      .settings = {.scale = {.loss_scale = 2, .divisors = {1, 4}}},
+                      .hyper_parameters = {{.lr = 0.1}, {.lr = 0.2}}};
   std::vector<int64_t> counts_ = {7, 8, 9, 10};
   std::string non_finite_;
 };
 
 TEST_F(StepDecisionTest, TheNormIsToldInAllAndByGroup) {
-  const StepNorm norm = NormOf(Facts(Sealed({}, {36, 64}, {.all = false, .parameters = {0, 2}})));
+  const StepNorm norm = NormOf(Facts(Summary({36, 64}, {.all = false, .parameters = {0, 2}})));
   EXPECT_EQ(norm.step, 4u);
+  EXPECT_EQ(norm.attempt, 3u);
   EXPECT_EQ(norm.norm, std::sqrt(36 / 4.0 + 64 / 64.0));
   EXPECT_THAT(norm.group_norms, ElementsAre(3, 1));
   EXPECT_THAT(norm.unused_parameters, ElementsAre("p1"));  // p3 has no elements.
@@ -126,7 +126,7 @@ TEST_F(StepDecisionTest, VotesThatDifferAreNamedWithTheRankAndTheFirstDifference
     change(other);
     EXPECT_EQ(FirstDifference(vote, vote), "");
     EXPECT_FALSE(other == vote);
-    EXPECT_TRUE(Refused(CheckVotesAgree(4, Sealed({vote, other}, {1, 1}).lead.ranks()),
+    EXPECT_TRUE(Refused(CheckVotesAgree(4, Votes(vote, other)),
                         absl::StatusCode::kFailedPrecondition, reason::kVoteAgain));
   };
   expect_refused([](StepVote& v) { v.apply = false; });
@@ -135,8 +135,8 @@ TEST_F(StepDecisionTest, VotesThatDifferAreNamedWithTheRankAndTheFirstDifference
   expect_refused([](StepVote& v) { v.overrides[1].lr = 1; });
   expect_refused([](StepVote& v) { v.trainer_state = "b"; });
   expect_refused([](StepVote& v) { v.trainer_state.reset(); });
-  EXPECT_TRUE(CheckVotesAgree(4, Sealed({vote, vote}, {1, 1}).lead.ranks()).ok());
-  EXPECT_TRUE(CheckVotesAgree(4, Sealed({}, {1, 1}).lead.ranks()).ok());  // None has voted.
+  EXPECT_TRUE(CheckVotesAgree(4, Votes(vote, vote)).ok());
+  EXPECT_TRUE(CheckVotesAgree(4, Votes(std::nullopt, std::nullopt)).ok());  // None has voted.
 }
 
 TEST_F(StepDecisionTest, VotesThatCanNeverBeAreRefused) {

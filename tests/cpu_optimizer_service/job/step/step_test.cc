@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/reason.h"
-#include "cpu_optimizer_service/job/step/step_lead.h"
+#include "cpu_optimizer_service/job/step/step_agreement.h"
 #include "cpu_optimizer_service/job/step/step_part.h"
 #include "tests/support/messages.h"
 
@@ -22,66 +22,69 @@ StepTerms Terms(StepSettings settings = {}) {
   return {.step = 4, .settings = std::move(settings), .hyper_parameters = {{}}};
 }
 
+constexpr int kTwo[] = {0, 1};
+constexpr int kThree[] = {0, 1, 2};
+
 // Of three parameters and ten chunks.
 StepPart Part(int ranks) { return {ranks, 3, 10}; }
 absl::Status End(StepPart& part, int rank, uint32_t micro_step, const UsedParameters& used = {}) {
   return part.EndMicroStep(4, rank, /*is_live=*/true, micro_step, used);
 }
 
-TEST(StepLead, OnlyTheHighestAttemptOfAnyRankIsLive) {
-  StepLead lead(4, 3);
-  lead.SetTerms(Terms());
-  for (const int rank : {0, 1, 2}) ASSERT_TRUE(lead.Begin(rank, {}).ok());
-  lead.Seal(1, 1);
-  EXPECT_THAT(lead.Discard(0), ElementsAre(1));
-  EXPECT_EQ(lead.attempt(), 1u);
-  EXPECT_EQ(lead.LiveRank(), 0);
-  EXPECT_FALSE(lead.IsLive(1));
-  EXPECT_FALSE(lead.any_sealed());
-  EXPECT_TRUE(lead.lacks_terms());
+TEST(StepAgreement, OnlyTheHighestAttemptOfAnyRankIsLive) {
+  StepAgreement agreement(4, 3, kThree);
+  agreement.SetTerms(Terms());
+  for (const int rank : {0, 1, 2}) ASSERT_TRUE(agreement.Begin(rank, {}).ok());
+  agreement.Seal(1, 1);
+  EXPECT_THAT(agreement.Discard(0), ElementsAre(1));
+  EXPECT_EQ(agreement.attempt(), 1u);
+  EXPECT_EQ(agreement.live_since(), 0);
+  EXPECT_FALSE(agreement.IsLive(1));
+  EXPECT_FALSE(agreement.any_sealed());
+  EXPECT_TRUE(agreement.lacks_terms());
 
-  EXPECT_EQ(lead.CheckAttempt(0, 1).value(), true);
-  EXPECT_EQ(lead.CheckAttempt(0, 0).value(), false);
-  EXPECT_EQ(lead.CheckAttempt(1, 1).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(agreement.CheckAttempt(0, 1).value(), true);
+  EXPECT_EQ(agreement.CheckAttempt(0, 0).value(), false);
+  EXPECT_EQ(agreement.CheckAttempt(1, 1).status().code(), absl::StatusCode::kFailedPrecondition);
   // What a rank in a dead attempt says does not count, whatever it is.
-  ASSERT_TRUE(lead.Begin(1, {.scale = {.loss_scale = 7}}).ok());
-  lead.SetTerms(Terms({.scale = {.loss_scale = 2}}));
-  EXPECT_THAT(lead.Discard(1), IsEmpty());  // It catches up.
-  EXPECT_EQ(lead.attempt(), 1u);
-  EXPECT_FALSE(lead.lacks_terms());
-  EXPECT_EQ(ReasonOf(lead.Begin(1, {})), reason::kOtherSettings);
-  EXPECT_TRUE(lead.Begin(1, {.scale = {.loss_scale = 2}}).ok());
+  ASSERT_TRUE(agreement.Begin(1, {.scale = {.loss_scale = 7}}).ok());
+  agreement.SetTerms(Terms({.scale = {.loss_scale = 2}}));
+  EXPECT_THAT(agreement.Discard(1), IsEmpty());  // It catches up.
+  EXPECT_EQ(agreement.attempt(), 1u);
+  EXPECT_FALSE(agreement.lacks_terms());
+  EXPECT_EQ(ReasonOf(agreement.Begin(1, {})), reason::kOtherSettings);
+  EXPECT_TRUE(agreement.Begin(1, {.scale = {.loss_scale = 2}}).ok());
 }
 
-TEST(StepLead, ASealThatIsUndoneTakesSumsAndVotesWithIt) {
-  StepLead lead(4, 2);
-  lead.SetTerms(Terms());
+TEST(StepAgreement, ASealThatIsUndoneTakesSumsAndVotesWithIt) {
+  StepAgreement agreement(4, 2, kTwo);
+  agreement.SetTerms(Terms());
   for (const int rank : {0, 1}) {
-    EXPECT_EQ(lead.CheckMayContribute(rank).code(), absl::StatusCode::kFailedPrecondition);
-    ASSERT_TRUE(lead.Begin(rank, {}).ok());
-    EXPECT_TRUE(lead.CheckMayContribute(rank).ok());
+    EXPECT_EQ(agreement.CheckMayContribute(rank).code(), absl::StatusCode::kFailedPrecondition);
+    ASSERT_TRUE(agreement.Begin(rank, {}).ok());
+    EXPECT_TRUE(agreement.CheckMayContribute(rank).ok());
   }
-  lead.Seal(1, 1);
-  EXPECT_THAT(lead.UnsealedRanks(), ElementsAre(0));
-  EXPECT_EQ(lead.CheckMayContribute(1).code(), absl::StatusCode::kFailedPrecondition);
-  lead.Seal(0, 2);
-  EXPECT_EQ(lead.RankThatDisagrees(0), 1);
-  lead.Seal(0, 1);
-  EXPECT_EQ(lead.RankThatDisagrees(0), -1);
-  lead.SetSums({1});
-  lead.SetVote(0, StepVote());
-  EXPECT_THAT(lead.RanksWithoutVote(), ElementsAre(1));
-  lead.UnsealAll();
-  EXPECT_THAT(lead.UnsealedRanks(), ElementsAre(0, 1));
-  EXPECT_THAT(lead.RanksWithoutVote(), ElementsAre(0, 1));
-  EXPECT_FALSE(lead.group_sums().has_value());
+  agreement.Seal(1, 1);
+  EXPECT_THAT(agreement.UnsealedRanks(), ElementsAre(0));
+  EXPECT_EQ(agreement.CheckMayContribute(1).code(), absl::StatusCode::kFailedPrecondition);
+  agreement.Seal(0, 2);
+  EXPECT_EQ(agreement.RankThatDisagrees(0), 1);
+  agreement.Seal(0, 1);
+  EXPECT_EQ(agreement.RankThatDisagrees(0), -1);
+  agreement.SetSummed();
+  agreement.SetVote(0, StepVote());
+  EXPECT_THAT(agreement.RanksWithoutVote(), ElementsAre(1));
+  agreement.UnsealAll();
+  EXPECT_THAT(agreement.UnsealedRanks(), ElementsAre(0, 1));
+  EXPECT_THAT(agreement.RanksWithoutVote(), ElementsAre(0, 1));
+  EXPECT_FALSE(agreement.is_summed());
 }
 
-TEST(StepLead, SettingsMustAgree) {
+TEST(StepAgreement, SettingsMustAgree) {
   const StepSettings settings = {.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}};
-  StepLead lead(4, 2);
-  lead.SetTerms(Terms(settings));
-  EXPECT_TRUE(lead.Begin(0, settings).ok());
+  StepAgreement agreement(4, 2, kTwo);
+  agreement.SetTerms(Terms(settings));
+  EXPECT_TRUE(agreement.Begin(0, settings).ok());
   for (const StepSettings& other :
        {StepSettings{.scale = {.divisors = {3}}, .overrides = {{0, {.lr = 0.1}}}},
         StepSettings{.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.2}}}},
@@ -89,7 +92,7 @@ TEST(StepLead, SettingsMustAgree) {
         StepSettings{.scale = {.divisors = {2}}, .overrides = {{1, {.lr = 0.1}}}},
         StepSettings{
             .scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}, .trainer_state = "x"}}) {
-    EXPECT_EQ(ReasonOf(lead.Begin(1, other)), reason::kOtherSettings);
+    EXPECT_EQ(ReasonOf(agreement.Begin(1, other)), reason::kOtherSettings);
   }
 }
 
@@ -114,14 +117,14 @@ TEST(StepPart, ForgetsWhatARankGaveAndWhatWasUsedInItsAttempt) {
   EXPECT_EQ(part.rank(0).micro_steps_ended, 0u);
   EXPECT_EQ(part.rank(1).micro_steps_ended, 1u);
   part.ForgetLive();
-  EXPECT_FALSE(part.used(0));
-  EXPECT_EQ(part.FirstUse(0, 0, 1), std::nullopt);
+  EXPECT_FALSE(part.uses().used(0));
+  EXPECT_EQ(part.uses().FirstUse(0, 0, 1), std::nullopt);
   // Of a rank that is in a dead attempt.
   const UsedParameters used = {.non_finite = {{.parameter = 1, .value = INFINITY}}};
   ASSERT_TRUE(part.EndMicroStep(4, 1, /*is_live=*/false, 1, used).ok());
   EXPECT_EQ(part.rank(1).micro_steps_ended, 2u);
   EXPECT_FALSE(part.non_finite().has_value());
-  EXPECT_FALSE(part.used(1));
+  EXPECT_FALSE(part.uses().used(1));
 }
 
 TEST(StepPart, UsedParametersAreUnitedOverRanksAndMicroSteps) {
@@ -129,9 +132,9 @@ TEST(StepPart, UsedParametersAreUnitedOverRanksAndMicroSteps) {
   ASSERT_TRUE(End(part, 0, 0, {.all = false, .parameters = {0}}).ok());
   ASSERT_TRUE(End(part, 1, 0, {.all = false, .parameters = {}}).ok());
   ASSERT_TRUE(End(part, 1, 1, {.all = false, .parameters = {2}}).ok());
-  EXPECT_TRUE(part.used(0));
-  EXPECT_FALSE(part.used(1));
-  EXPECT_TRUE(part.used(2));
+  EXPECT_TRUE(part.uses().used(0));
+  EXPECT_FALSE(part.uses().used(1));
+  EXPECT_TRUE(part.uses().used(2));
 }
 
 TEST(StepPart, KnowsTheFirstUseOfAParameterInARangeOfMicroSteps) {
@@ -142,19 +145,19 @@ TEST(StepPart, KnowsTheFirstUseOfAParameterInARangeOfMicroSteps) {
   ASSERT_TRUE(End(part, 1, 0, {.all = false, .parameters = {0}}).ok());
   ASSERT_TRUE(End(part, 1, 1, {.all = false, .parameters = {1, 0}}).ok());
   ASSERT_TRUE(End(part, 1, 2).ok());
-  EXPECT_EQ(part.FirstUse(0, 0, 3), 0u);
-  EXPECT_EQ(part.FirstUse(1, 0, 3), 1u);
-  EXPECT_EQ(part.FirstUse(1, 0, 1), std::nullopt);
-  EXPECT_EQ(part.FirstUse(2, 0, 2), std::nullopt);
-  EXPECT_EQ(part.FirstUse(2, 0, 3), 2u);
+  EXPECT_EQ(part.uses().FirstUse(0, 0, 3), 0u);
+  EXPECT_EQ(part.uses().FirstUse(1, 0, 3), 1u);
+  EXPECT_EQ(part.uses().FirstUse(1, 0, 1), std::nullopt);
+  EXPECT_EQ(part.uses().FirstUse(2, 0, 2), std::nullopt);
+  EXPECT_EQ(part.uses().FirstUse(2, 0, 3), 2u);
 }
 
 TEST(StepPart, UsesOfAMicroStepAreThoseOfAllRanks) {
   StepPart part = Part(2);
   ASSERT_TRUE(End(part, 0, 0, {.all = false, .parameters = {0}}).ok());
   ASSERT_TRUE(End(part, 1, 0, {.all = false, .parameters = {1}}).ok());
-  EXPECT_EQ(part.FirstUse(0, 0, 1), 0u);
-  EXPECT_EQ(part.FirstUse(1, 0, 1), 0u);
+  EXPECT_EQ(part.uses().FirstUse(0, 0, 1), 0u);
+  EXPECT_EQ(part.uses().FirstUse(1, 0, 1), 0u);
 }
 
 // Each set has a bit for every parameter: so many are admitted with the job, and no more.
@@ -174,7 +177,7 @@ TEST(StepPart, KeepsABoundedNumberOfDifferentSetsOfUsedParameters) {
     ASSERT_TRUE(End(part, 1, micro_step).ok());
   }
   EXPECT_TRUE(end(0, next, 1 + next % 2).ok());
-  EXPECT_EQ(part.FirstUse(1 + next % 2, next, next + 1), next);
+  EXPECT_EQ(part.uses().FirstUse(1 + next % 2, next, next + 1), next);
 }
 
 TEST(StepPart, RemembersTheFirstMicroStepOfEachRankThatReachedNothing) {

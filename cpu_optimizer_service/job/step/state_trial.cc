@@ -1,0 +1,52 @@
+#include "cpu_optimizer_service/job/step/state_trial.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "cpu_optimizer_service/common/text/overflow.h"
+#include "cpu_optimizer_service/job/step/step_decision.h"
+
+namespace ballast {
+
+void StateTrial::Add(int group, const StateBounds& largest) {
+  StateBounds& bounds = largest_[group];
+  bounds.master = std::max(bounds.master, largest.master);
+  bounds.exp_avg = std::max(bounds.exp_avg, largest.exp_avg);
+  bounds.exp_avg_sq = std::max(bounds.exp_avg_sq, largest.exp_avg_sq);
+}
+
+void StateTrial::Add(const JobSpec& spec, const StateOverflow& overflow) {
+  const auto place = [&](const StateOverflow& of) {
+    return std::tuple(spec.layout.parameters[of.gradient.parameter].group, of.gradient.parameter,
+                      of.gradient.element);
+  };
+  if (!first_.has_value() || place(overflow) < place(*first_)) first_ = overflow;
+}
+
+void StateTrial::Add(const JobSpec& spec, const StateTrial& other) {
+  for (int group = 0; group < static_cast<int>(largest_.size()); ++group) {
+    Add(group, other.largest_[group]);
+  }
+  if (other.first_.has_value()) Add(spec, *other.first_);
+}
+
+void StateTrial::Settle(const JobSpec& spec, Draft& draft) const {
+  for (size_t group = 0; group < draft.bounds.size(); ++group) {
+    if (!draft.bounds[group].finite()) draft.bounds[group] = largest_[group];
+  }
+  if (!first_.has_value()) return;
+  const ParameterSpec& parameter = spec.layout.parameters[first_->gradient.parameter];
+  draft.outcome.skip_reason =
+      ToString(Overflow{.plane = Name(first_->plane),
+                        .parameter = parameter.name,
+                        .element = first_->gradient.element,
+                        .value = first_->value,
+                        .rank = first_->gradient.rank,
+                        .gradient = static_cast<float>(first_->gradient.value),
+                        .multiplier = draft.update.multipliers[parameter.group]});
+  draft.outcome.skip_cause = SkipCause::kState;
+  draft.outcome.decision.apply = false;
+  draft.outcome.decision.multipliers.clear();
+}
+
+}  // namespace ballast
