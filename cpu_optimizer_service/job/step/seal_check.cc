@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/job/step/step_report.h"
 
 namespace ballast {
 namespace {
@@ -154,9 +155,7 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
   MissingContribution unused = {.rank = last_rank, .micro_step = 0, .parameters = {}};
   for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = given.spec.layout.parameters[p];
-    const ParameterPlace& place = given.layout.place(p);
-    if (!parameter.trainable || place.elements == 0) continue;
-    if (given.uses.used(p)) continue;
+    if (!IsUnused(given.spec, given.layout, given.uses, p)) continue;
     AddName(unused, parameter.name);
     // Under every policy: a gradient that is there contradicts what all ranks have declared.
     // It reads the gradient itself, under the job's lock, so it is not asked of all parameters.

@@ -42,9 +42,7 @@ std::string DifferenceOfTrainerStates(std::string_view a, std::string_view b) {
 }
 
 bool IsUnused(const StepFacts& facts, int parameter) {
-  // A parameter of no elements has no gradient to get, and is not unused for that.
-  return facts.spec.layout.parameters[parameter].trainable &&
-         facts.layout.place(parameter).elements > 0 && !facts.summary.uses.used(parameter);
+  return IsUnused(facts.spec, facts.layout, facts.summary.uses, parameter);
 }
 
 std::vector<std::string> UnusedParameters(const StepFacts& facts) {

@@ -63,11 +63,14 @@ absl::StatusOr<StepSummary> Summarize(const JobSpec& spec, const Layout& layout,
   return summary;
 }
 
+bool IsUnused(const JobSpec& spec, const Layout& layout, const StepUses& uses, int parameter) {
+  return spec.layout.parameters[parameter].trainable && layout.place(parameter).elements > 0 &&
+         !uses.used(parameter);
+}
+
 bool HasUnused(const JobSpec& spec, const Layout& layout, const StepUses& uses) {
   for (int p = 0; p < static_cast<int>(spec.layout.parameters.size()); ++p) {
-    // A parameter of no elements has no gradient to get, and is not unused for that.
-    const bool counts = spec.layout.parameters[p].trainable && layout.place(p).elements > 0;
-    if (counts && !uses.used(p)) return true;
+    if (IsUnused(spec, layout, uses, p)) return true;
   }
   return false;
 }

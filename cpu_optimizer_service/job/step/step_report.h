@@ -31,9 +31,9 @@ struct StepReport {
   uint32_t micro_steps = 0;
   PartSums sums;
   StepUses uses;
-  bool has_empties = false;                         // Chunks that were sent as empty.
-  std::optional<GradientElement> non_finite;        // The first, by (group, parameter, element).
-  std::optional<NonFiniteReport> before_reducing;   // StepPart::non_finite.
+  bool has_empties = false;                        // Chunks that were sent as empty.
+  std::optional<GradientElement> non_finite;       // The first, by (group, parameter, element).
+  std::optional<NonFiniteReport> before_reducing;  // StepPart::non_finite.
 };
 
 struct StepSummary {
@@ -48,7 +48,10 @@ struct StepSummary {
 absl::StatusOr<StepSummary> Summarize(const JobSpec& spec, const Layout& layout,
                                       absl::Span<const StepReport* const> reports);
 
-// Some trainable parameter with elements was used by no rank.
+// A trainable parameter that no rank used. One of no elements has no gradient to get, and is not
+// unused for that.
+bool IsUnused(const JobSpec& spec, const Layout& layout, const StepUses& uses, int parameter);
+// Some is.
 bool HasUnused(const JobSpec& spec, const Layout& layout, const StepUses& uses);
 
 }  // namespace ballast

@@ -45,7 +45,6 @@ class Wires {
   void Put(int wire, Deliver deliver) {
     MutexLock lock(mutex_);
     wires_[wire].push_back(std::move(deliver));
-    ++put_;
     changed_.NotifyAll();
   }
   // What is on it is lost; what has been taken from it has been delivered.
@@ -65,10 +64,6 @@ class Wires {
     MutexLock lock(mutex_);
     held_ = held;
     changed_.NotifyAll();
-  }
-  int64_t put() const {
-    MutexLock lock(mutex_);
-    return put_;
   }
 
  private:
@@ -100,14 +95,13 @@ class Wires {
     }
   }
 
-  mutable Mutex mutex_;
+  Mutex mutex_;
   CondVar changed_;
   std::mt19937 random_;
   std::deque<std::deque<Deliver>> wires_;
   bool held_ = false;
   bool delivers_ = false;
   bool ended_ = false;
-  int64_t put_ = 0;
   std::thread thread_;
 };
 
@@ -148,7 +142,6 @@ class Cluster {
   JobDriver& home(int rank) { return *drivers_[spec_.homes[rank]]; }
   Wires& wires() { return *wires_; }
   void AwaitWords() { wires_->AwaitEmpty(); }
-  const JobSpec& spec() const { return spec_; }
 
   // The victim has died. The next process takes over what it left, with no rank attached.
   void TakeOver() {

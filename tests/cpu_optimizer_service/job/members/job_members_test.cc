@@ -70,6 +70,14 @@ class OneHost {
   JobDriver driver_;
 };
 
+// Without votes: none; all but the rank after `by`; all.
+void SealSome(Cluster& cluster, int by, int when) {
+  for (int rank = 0; rank < kRanks && when > 0; ++rank) {
+    const bool seals = rank != (by + 1) % kRanks || when == 2;
+    if (seals) EXPECT_EQ(cluster.home(rank).SealWith(rank, 1, std::nullopt), std::nullopt);
+  }
+}
+
 void ExpectSame(const StepOutcome& came, const StepOutcome& expected) {
   EXPECT_EQ(came.step, expected.step);
   EXPECT_EQ(came.decision.apply, expected.decision.apply);
@@ -187,10 +195,7 @@ TEST(JobMembers, ADiscardByOneRankIsFollowedByAll) {
         SCOPED_TRACE(testing::PrintToString(homes) + std::to_string(by) + std::to_string(when));
         Cluster cluster(Buckets(), homes);
         cluster.Give(77);
-        for (int rank = 0; rank < kRanks && when > 0; ++rank) {
-          const bool seals = rank != (by + 1) % kRanks || when == 2;
-          if (seals) EXPECT_EQ(cluster.home(rank).SealWith(rank, 1, std::nullopt), std::nullopt);
-        }
+        SealSome(cluster, by, when);
         if (when == 2) cluster.home(by).listener(by).WaitForNorm(1);
         for (int i = 0; i < kRanks; ++i) {
           const int rank = (by + i) % kRanks;
@@ -342,10 +347,7 @@ TEST(JobMembers, ANewProcessOfARankRaisesTheGenerationOfAll) {
         Cluster cluster(Buckets(), homes);
         cluster.Step(1, 3);
         cluster.Give(77);
-        for (int rank = 0; rank < kRanks && when > 0; ++rank) {
-          const bool seals = rank != (by + 1) % kRanks || when == 2;
-          if (seals) EXPECT_EQ(cluster.home(rank).SealWith(rank, 1, std::nullopt), std::nullopt);
-        }
+        SealSome(cluster, by, when);
         const auto attached = cluster.home(by).job().Attach({.rank = by, .process_id = "other"});
         ASSERT_TRUE(attached.ok()) << attached.status();
         EXPECT_EQ(attached->generation, Generation(2));
