@@ -182,7 +182,11 @@ typedef struct ballast_job {
 
 typedef struct ballast_options {
   size_t size;
-  const char* service; /* "host:port" or "unix:/path". */
+  /* "host:port" or "unix:/path". Or several with commas between, "a:7070,b:7070", which hold the
+   * job together. All ranks give the same ones in the same order. Each service gets consecutive
+   * ranks in even shares, and a session goes to that of its rank. Calls without a session go to the
+   * first. */
+  const char* service;
   const ballast_job* job;
   int32_t rank;
   const char* process_id; /* Null: made from host, process and random bits. */

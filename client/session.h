@@ -188,7 +188,8 @@ struct JobCounts {
 // repeats the step.
 class Session {
  public:
-  // Creates or joins the job, takes the rank, opens the stream. Errors:
+  // Creates or joins the job, takes the rank, opens the stream. If the job has members, the channel
+  // leads to the rank's home (client/home.h). Errors:
   //   FAILED_PRECONDITION  the job has another description; the message has the first difference
   //   NOT_FOUND            the job has another uid than job_uid
   //   RESOURCE_EXHAUSTED   the job does not fit

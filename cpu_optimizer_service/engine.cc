@@ -31,6 +31,12 @@ absl::Status RestartingError() {
       reason::kRestarting);
 }
 
+uint64_t CreationNow() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
 absl::Status BeingDerived(const std::string& name) {
   return WithReason(
       absl::UnavailableError(absl::StrCat("job ", name, " is being derived; try again")),
@@ -42,7 +48,12 @@ absl::Status BeingDerived(const std::string& name) {
 Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 
 Engine::~Engine() {
-  for (const std::shared_ptr<Job>& job : ListJobs()) CloseJob(job->spec().name).IgnoreError();
+  impl_->parts_under_way.Await();
+  for (const std::shared_ptr<Job>& job : ListJobs()) {
+    Await<bool>([&](Done<bool> done) {
+      CloseJob(job, std::move(done), /*here=*/true);
+    }).IgnoreError();
+  }
 }
 
 std::string Engine::Impl::WhatBecameOf(const std::string& name, absl::string_view uid) const {
@@ -113,6 +124,11 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
       return absl::FailedPreconditionError(absl::StrCat(
           "job ", name, " exists, and is not derived from ", job->derivation().checkpoint,
           "; close it, or give its uid, so that the new one takes its place"));
+    }
+    if (found->second.ready && found->second.job->is_closing()) {
+      return absl::UnavailableError(
+          absl::StrCat("job ", name, " is being closed, and ", found->second.job->WhoHasNotClosed(),
+                       " has not answered; try again, or close what is here alone"));
     }
     if (found->second.ready) {
       return absl::AlreadyExistsError(
@@ -224,19 +240,20 @@ void Engine::Impl::TellOfCreation(const Job& job, const absl::Status& status,
                         std::round(10 * std::chrono::duration<double>(took).count()) / 10, " s")});
 }
 
-void Engine::CreateJob(JobSpec spec, Derivation derivation, Seat seat,
-                       Done<std::shared_ptr<Job>> done) {
+void Engine::CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done) {
   if (impl_->draining.load()) {
     return std::move(done)(
         WithReason(absl::UnavailableError("the service is stopping and takes no new jobs"),
                    reason::kStopping));
   }
   const std::string name = spec.name;
+  const int lead = spec.lead();
   const absl::StatusOr<std::shared_ptr<JobImpl>> job =
-      JobImpl::Describe({.uid = seat.uid.empty() ? MakeJobUid() : std::move(seat.uid),
+      JobImpl::Describe({.uid = MakeJobUid(),
                          .spec = std::move(spec),
                          .derivation = std::move(derivation),
-                         .member = seat.member},
+                         .member = lead,
+                         .creation = CreationNow()},
                         impl_->environment);
   if (!job.ok()) return std::move(done)(job.status());
   // The name is taken before memory is allocated, so that of two calls for one name only one
@@ -253,7 +270,9 @@ void Engine::CreateJob(JobSpec spec, Derivation derivation, Seat seat,
       MutexLock lock(impl_->mutex);
       BALLAST_ASSIGN_OR_RETURN(origin, impl_->OriginOf(**job));
     }
-    return (*job)->Allocate(origin.get());
+    if ((*job)->spec().member_count() > 1) return impl_->CreateOverMembers(*job);
+    BALLAST_RETURN_IF_ERROR((*job)->Allocate(origin.get()));
+    return (*job)->Establish();
   }();
   impl_->TellOfCreation(**job, status, Impl::Clock::now() - began);
   std::vector<Done<std::shared_ptr<Job>>> waiting;
@@ -423,34 +442,42 @@ Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
   return CloseJob(*std::move(job), std::move(done));
 }
 
-Pending Engine::CloseJob(std::shared_ptr<Job> job, Done<bool> done) {
-  return Close(std::move(job), std::nullopt, std::move(done));
+Pending Engine::CloseJob(std::shared_ptr<Job> job, Done<bool> done, bool here) {
+  return Close(std::move(job), std::nullopt, here, std::move(done));
 }
 
 Pending Engine::CloseUnusedJob(std::shared_ptr<Job> job, const Job::Use& unused, Done<bool> done) {
-  return Close(std::move(job), unused, std::move(done));
+  return Close(std::move(job), unused, /*here=*/false, std::move(done));
 }
 
-Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, Done<bool> done) {
+Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, bool here,
+                      Done<bool> done) {
   auto& closing = static_cast<JobImpl&>(*job);
-  return closing.Close(unused, [this, job = std::move(job),
-                                done = std::move(done)](absl::StatusOr<bool> closed) mutable {
-    std::shared_ptr<JobImpl> successor;
-    if (closed.ok()) {
-      MutexLock lock(impl_->mutex);
-      const auto found = impl_->jobs.find(job->spec().name);
-      // Two calls may close one job. When the second one's turn comes, the name may be another
-      // job's.
-      if (found != impl_->jobs.end() && found->second.job == job) {
-        impl_->jobs.erase(found);
-        impl_->past.AddEnded(*job, kWasClosed);
-        successor = impl_->TakeSuccessor(job->spec().name, kWasClosed);
-      }
-    }
-    Impl::CloseQuietly(successor);
-    successor.reset();
-    job.reset();  // Its memory is free when the caller is told, unless a reader has it.
-    std::move(done)(std::move(closed));
+  // A caller that goes is told so, and the job is closed all the same.
+  const auto caller = std::make_shared<Impl::Caller<bool>>(std::move(done));
+  auto pending = std::make_shared<Pending>(closing.Close(
+      unused, here, [this, job = std::move(job), caller](absl::StatusOr<bool> closed) mutable {
+        std::shared_ptr<JobImpl> successor;
+        if (closed.ok()) {
+          MutexLock lock(impl_->mutex);
+          const auto found = impl_->jobs.find(job->spec().name);
+          // Two calls may close one job. When the second one's turn comes, the name may be another
+          // job's.
+          if (found != impl_->jobs.end() && found->second.job == job) {
+            impl_->jobs.erase(found);
+            impl_->past.AddEnded(*job, kWasClosed);
+            successor = impl_->TakeSuccessor(job->spec().name, kWasClosed);
+          }
+        }
+        Impl::CloseQuietly(successor);
+        successor.reset();
+        if (closed.ok()) impl_->HangUp(static_cast<const JobImpl&>(*job));
+        job.reset();  // Its memory is free when the caller is told, unless a reader has it.
+        caller->Tell(std::move(closed));
+      }));
+  return Pending([pending, caller] {
+    pending->Cancel();
+    caller->Tell(absl::CancelledError("the caller does not wait any longer"));
   });
 }
 

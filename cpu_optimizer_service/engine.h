@@ -45,9 +45,22 @@ struct EngineOptions {
   FileSystem* file_system = nullptr;
   // Where jobs are saved by name; it outlives the engine. Null: jobs are not saved.
   CheckpointDirectory* checkpoints = nullptr;
+  // How long a lead that creates a job waits for other members until it reaches them, and they have
+  // said whether they have room.
+  double member_timeout_seconds = 30;
   // This process replaces an earlier one whose jobs are all in named memory. With false, the error
   // about an unknown job says that its unsaved steps are lost.
   bool goes_on = false;
+};
+
+// Connects the lead of a job to the other members, each in another process.
+class MemberDialer {
+ public:
+  virtual ~MemberDialer() = default;
+  // From now on keeps a link to each other member of this job: it sends Job::FollowOf first.
+  virtual void Dial(std::shared_ptr<Job> job) = 0;
+  // Ends the links, behind the words that are queued.
+  virtual void HangUp(const Job& job) = 0;
 };
 
 // A job without parameters costs memory, too, which no limit counts.
@@ -63,6 +76,10 @@ class Engine {
   // allocated. Allocates and touches the job's memory on the caller's thread, which may take longer
   // than a caller waits. Meanwhile a call with the same description gets the first call's result,
   // and that call's thread calls its `done`. Later it is ALREADY_EXISTS.
+  //
+  // A job with members is created at its lead, on all members or none. RESOURCE_EXHAUSTED: the
+  // message has what each member needs and has. UNAVAILABLE: a member cannot be reached.
+  // UNIMPLEMENTED: such a job cannot be derived, nor skip lost steps or undo them.
   void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
     CreateJob(std::move(spec), {}, std::move(done));
   }
@@ -72,16 +89,24 @@ class Engine {
   // earlier, or one of its ranks is taken, the new job is closed. Another derivation of the same
   // job replaces an unfinished one. NOT_FOUND: no job with that name and uid. FAILED_PRECONDITION:
   // it has a step in progress, or no weights; amsgrad differs; no parameter keeps its state.
-  void CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done) {
-    CreateJob(std::move(spec), std::move(derivation), {}, std::move(done));
-  }
+  void CreateJob(JobSpec spec, Derivation derivation, Done<std::shared_ptr<Job>> done);
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec, Derivation derivation = {});
-  // A member's part of a job that has this uid at its lead. Empty: the job gets one.
-  struct Seat {
-    int member = 0;
-    std::string uid;
+  // The lead's links, for all jobs that are led here. Null: none from now on; call it with that
+  // before the dialer ends.
+  void UseDialer(MemberDialer* dialer);
+  // The lead of a job has opened a link to this member, for a part that is here or is to be created.
+  // The destructor ends the link.
+  class PartLink {
+   public:
+    virtual ~PartLink() = default;
+    virtual void Hear(LeadWord word) = 0;
   };
-  void CreateJob(JobSpec spec, Derivation derivation, Seat seat, Done<std::shared_ptr<Job>> done);
+  // `principal`: who the lead is; empty: unknown. UNAVAILABLE: the part is being created or closed,
+  // or the service restarts; try again. PERMISSION_DENIED: another principal has created it. Other
+  // errors go to the lead, by `sink`.
+  absl::StatusOr<std::unique_ptr<PartLink>> FollowLead(const Follow& follow,
+                                                       const std::string& principal,
+                                                       std::shared_ptr<WordSink<MemberWord>> sink);
   // Takes over what an earlier process left in named memory. Call it first. State that cannot be
   // taken over is dropped. Of two jobs with one name, the one with the higher uid is dropped.
   // Returns lines for the log.
@@ -109,11 +134,13 @@ class Engine {
   // Long work in progress, of all jobs and of the engine.
   std::vector<Activity> ListActivities() const;
   // NOT_FOUND. Waits for a decision and update in progress (pending.h); the short form on the
-  // caller's thread.
+  // caller's thread. With members the lead closes it at all of them, and waits until each has
+  // answered. FAILED_PRECONDITION (OTHER_MEMBER_LEADS): another one leads.
   Pending CloseJob(const std::string& name, Done<bool> done);
   absl::Status CloseJob(const std::string& name);
-  // Only this job, whichever job has its name now. OK if it is closed already.
-  Pending CloseJob(std::shared_ptr<Job> job, Done<bool> done);
+  // Only this job, whichever job has its name now. OK if it is closed already. `here`: only this
+  // member's part, whoever leads; the other members keep theirs.
+  Pending CloseJob(std::shared_ptr<Job> job, Done<bool> done, bool here = false);
   // The same for an unused job. FAILED_PRECONDITION, and the job stays, if it has a stream, it has
   // been used since `unused`, or the service drains.
   Pending CloseUnusedJob(std::shared_ptr<Job> job, const Job::Use& unused, Done<bool> done);
@@ -166,7 +193,9 @@ class Engine {
 
  private:
   struct Impl;
-  Pending Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, Done<bool> done);
+  class Part;
+  Pending Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, bool here,
+                Done<bool> done);
 
   std::unique_ptr<Impl> impl_;
 };

@@ -32,6 +32,7 @@ inline std::string MakeInstanceId() {
 struct Engine::Impl {
   explicit Impl(const EngineOptions& options)
       : goes_on(options.goes_on),
+        member_timeout(options.member_timeout_seconds),
         budget(options.memory_limit_bytes),
         own_arenas(MakeAnonymousArenaFactory(&tasks, options.warn)),
         environment{.budget = &budget,
@@ -73,6 +74,7 @@ struct Engine::Impl {
 
   using Clock = std::chrono::steady_clock;
   const bool goes_on;
+  const std::chrono::duration<double> member_timeout;
   const std::string instance_id = MakeInstanceId();
   Activities activities;
   CheckpointUses checkpoint_uses;
@@ -121,16 +123,63 @@ struct Engine::Impl {
   std::shared_ptr<JobImpl> TakeSuccessor(const std::string& name, const char* how)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   static void CloseQuietly(const std::shared_ptr<JobImpl>& job) {
-    if (job != nullptr) job->Close(std::nullopt, [](const absl::StatusOr<bool>&) {});
+    if (job != nullptr) job->Close(std::nullopt, /*here=*/true, [](const absl::StatusOr<bool>&) {});
   }
   // The job has advanced without it.
   void GiveUpSuccessorOf(const Job& origin);
+  // At the lead of others, on the caller's thread.
+  absl::Status CreateOverMembers(const std::shared_ptr<JobImpl>& job);
+  void HangUp(const JobImpl& job);
+  // Of a job that is not ready: gives its name free, and tells whoever waits for it.
+  void Leave(const Job& job, const absl::Status& why);
   // All jobs that are ready.
   std::vector<std::shared_ptr<JobImpl>> AllJobs() const;
   // Its caller may have gone, so the log gets it, too.
   void TellOfCreation(const Job& job, const absl::Status& status, Clock::duration took) const;
 
+  // Is told once.
+  template <typename T>
+  class Caller {
+   public:
+    explicit Caller(Done<T> done) : done_(std::move(done)) {}
+    void Tell(absl::StatusOr<T> result) {
+      Done<T> done;
+      {
+        MutexLock lock(mutex_);
+        std::swap(done, done_);
+      }
+      if (done) std::move(done)(std::move(result));
+    }
+
+   private:
+    Mutex mutex_;
+    Done<T> done_ ABSL_GUARDED_BY(mutex_);
+  };
+  // Parts of jobs that are made or closed on threads, which use the rest of this.
+  class UnderWay {
+   public:
+    void Begin() {
+      MutexLock lock(mutex_);
+      ++count_;
+    }
+    void End() {
+      MutexLock lock(mutex_);
+      --count_;
+      ended_.NotifyAll();
+    }
+    void Await() {
+      MutexLock lock(mutex_);
+      while (count_ > 0) ended_.Wait(mutex_);
+    }
+
+   private:
+    Mutex mutex_;
+    CondVar ended_;
+    int count_ ABSL_GUARDED_BY(mutex_) = 0;
+  };
+  UnderWay parts_under_way;
   mutable Mutex mutex;
+  MemberDialer* dialer ABSL_GUARDED_BY(mutex) = nullptr;
   std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
   // Jobs that are to replace the ready job of the same name.
   std::map<std::string, Entry> successors ABSL_GUARDED_BY(mutex);

@@ -320,6 +320,8 @@ v1::Job ToProto(const JobSpec& spec, bool with_parameters) {
   job.set_update_mode(ToProto(spec.update_mode));
   job.set_on_abort(EnumToProto<v1::OnAbort>(spec.on_abort));
   job.set_keep_previous(spec.keep_previous);
+  for (const MemberSpec& member : spec.members) job.add_members()->set_address(member.address);
+  job.mutable_homes()->Add(spec.homes.begin(), spec.homes.end());
   for (const GroupSpec& from : spec.groups) {
     v1::ParamGroup& to = *job.add_groups();
     to.set_name(GroupName(spec.name, from.name));
@@ -340,6 +342,10 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   BALLAST_ASSIGN_OR_RETURN(spec.unused_policy,
                            EnumOrFirst<UnusedPolicy>(job.unused_policy(), "unused_policy"));
   spec.keep_previous = job.keep_previous();
+  for (const v1::JobMember& member : job.members()) {
+    spec.members.push_back({.address = member.address()});
+  }
+  spec.homes.assign(job.homes().begin(), job.homes().end());
   spec.layout.world_size = job.world_size();
   spec.layout.group_count = job.groups_size();
   // Zero is an absent field, and leaves the default. Whether the rest makes a job is not decided

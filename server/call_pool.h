@@ -93,6 +93,8 @@ struct CallPools {
   // are enough. A reader that does not read holds no thread.
   CallPool readers{"calls that read state", 4, kMaxReaders, watch};
   CallPool streams{"streams of gradients and weights", 1, kMaxStreams, watch};
+  // Links of jobs' leads. To open one may lay out a job; its words take no thread.
+  CallPool members{"links of members of jobs", 4, kMaxStreams, watch};
   CallPool reflection{"streams of reflection", 1, kMaxReflections, watch};
   CallPool descriptions{"description of itself", 1, 1, watch};
 

@@ -1,6 +1,8 @@
 #include "server/find_job.h"
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
@@ -48,6 +50,44 @@ std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const J
     // one is closed.
     return !found.ok();
   };
+}
+
+std::vector<ElementRange> ElementsHere(const Job& job, int parameter) {
+  const Layout& layout = job.layout();
+  const int64_t elements = layout.place(parameter).elements;
+  if (job.spec().member_count() == 1) return {{0, elements}};
+  std::vector<ElementRange> ranges;
+  for (const int chunk : layout.ChunksOfParameter(parameter)) {
+    layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
+      if (piece.parameter != parameter) return;
+      ranges.push_back({piece.parameter_offset, piece.parameter_offset + piece.elements});
+    });
+  }
+  std::ranges::sort(ranges, {}, &ElementRange::begin);
+  std::vector<ElementRange> joined;
+  for (const ElementRange& range : ranges) {
+    if (!joined.empty() && joined.back().end == range.begin) {
+      joined.back().end = range.end;
+    } else {
+      joined.push_back(range);
+    }
+  }
+  return joined;
+}
+
+absl::Status CheckIsHere(const Job& job, int parameter) {
+  if (job.spec().member_count() == 1) return absl::OkStatus();
+  const int64_t elements = job.layout().place(parameter).elements;
+  const std::vector<ElementRange> here = ElementsHere(job, parameter);
+  const bool is_whole = here.size() == 1 && here[0].end - here[0].begin == elements;
+  if (is_whole || elements == 0 || !job.spec().layout.parameters[parameter].trainable) {
+    return absl::OkStatus();
+  }
+  return WithReason(
+      absl::UnimplementedError(absl::StrCat(
+          "other members of job ", job.spec().name, " have parts of ",
+          job.spec().layout.parameters[parameter].name, "; read them from each member")),
+      reason::kOtherMembersHaveParts);
 }
 
 absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller& caller,

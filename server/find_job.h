@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
@@ -40,6 +41,16 @@ struct FoundParameter {
 // By "jobs/JOB/parameters/PARAMETER". INVALID_ARGUMENT: another form. NOT_FOUND.
 absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller& caller,
                                              const std::string& name);
+
+struct ElementRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+// Of a trainable parameter, the elements that this member of the job has; ascending, and as few
+// ranges as possible. On one host all.
+std::vector<ElementRange> ElementsHere(const Job& job, int parameter);
+// UNIMPLEMENTED (OTHER_MEMBERS_HAVE_PARTS): not all of them.
+absl::Status CheckIsHere(const Job& job, int parameter);
 
 }  // namespace ballast::server
 

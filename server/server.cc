@@ -24,6 +24,8 @@
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/listener.h"
+#include "server/members/member_links.h"
+#include "server/members/member_service.h"
 #include "server/reflection.h"
 #include "server/shared_memory/shared_memory_server.h"
 #include "server/train/train_service.h"
@@ -132,8 +134,10 @@ struct Server::Impl {
         shared_memory_server(std::move(shared_memory)),
         job_service(engine, *access, pools, checkpoint_paths, shared_memory_server.get()),
         train_service(engine, *access, pools),
+        member_service(engine, *access, pools),
         state_service(engine, *access, pools, checkpoint_paths),
-        reflection(pools) {}
+        reflection(pools),
+        engine(engine) {}
 
   absl::Status Listen(const std::vector<Address>& parsed, const Engine& engine,
                       const std::vector<grpc::Service*>& more_services);
@@ -147,6 +151,7 @@ struct Server::Impl {
   CallPools pools;
   JobService job_service;
   TrainService train_service;
+  MemberService member_service;
   StateService state_service;
   Reflection reflection;
   std::vector<std::string> addresses;
@@ -154,6 +159,8 @@ struct Server::Impl {
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Listener> listener;
   std::optional<PeriodicThread> seal_reminders;
+  Engine& engine;
+  std::unique_ptr<MemberLinks> member_links;
   std::atomic<bool> serving = true;
   std::once_flag shut_down;
 };
@@ -169,6 +176,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
       builder, [this](const std::string& principal) { return access->Knows(principal); });
   builder.RegisterService(&job_service);
   builder.RegisterService(&train_service);
+  builder.RegisterService(&member_service);
   builder.RegisterService(&state_service);
   builder.RegisterService(&reflection);
   for (grpc::Service* service : more_services) builder.RegisterService(service);
@@ -222,7 +230,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
       // Without an address, only this process itself reaches the server.
       CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
                       std::move(unix_sockets)));
+  impl->member_links = std::make_unique<MemberLinks>(impl->tls->channel_credentials());
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options.more_services));
+  engine.UseDialer(impl->member_links.get());
   impl->seal_reminders.emplace(
       "remind-of-seals", absl::ToChronoNanoseconds(absl::Seconds(options.seal_reminder_seconds)),
       [&engine, deadline_seconds = options.seal_deadline_seconds] {
@@ -294,6 +304,8 @@ void Server::Shutdown(double grace_seconds) {
     // What uses the server ends before it: no file is read again, and no connection comes.
     impl_->access_files.reset();
     impl_->listener.reset();
+    impl_->engine.UseDialer(nullptr);
+    impl_->member_links->Stop();
     impl_->seal_reminders.reset();  // No reminders to streams that are being cancelled.
     impl_->grpc_server->Shutdown(proto::Deadline(absl::Seconds(grace_seconds)));
     impl_->grpc_server->Wait();  // For every call; those that are queued in a pool still run.

@@ -3,6 +3,7 @@
 #include <grpc/support/log.h>
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/server_builder.h>
+#include <grpcpp/support/channel_arguments.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <spdlog/spdlog.h>
@@ -12,6 +13,7 @@
 #include <mutex>
 
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "cpu_optimizer_service/common/system/version.h"
 
 namespace ballast::server {
 namespace {
@@ -34,6 +36,9 @@ constexpr int kKeepaliveTimeoutMs = 20'000;
 // A connection that has not finished its handshake by then, of TLS or HTTP/2, is closed.
 constexpr int kHandshakeMs = 20'000;
 
+// So long an attempt to connect to another member may take.
+constexpr int kMemberAttemptMs = 5'000;
+
 // gRPC's own log lines name its source files; the service's say what an operator can do.
 void LogAtDebug(gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); }
 
@@ -54,6 +59,21 @@ int64_t MostBufferedBytes(int64_t memory_limit_bytes) {
 void EndIfPeerTakesNothing(int connection) {
   const int milliseconds = kKeepaliveMs + kKeepaliveTimeoutMs;
   setsockopt(connection, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
+}
+
+grpc::ChannelArguments MemberChannelArguments() {
+  grpc::ChannelArguments arguments;
+  arguments.SetUserAgentPrefix(BallastUserAgent());
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // Bounds an attempt to connect. Each one has a channel of its own, so that names are resolved anew.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kMemberAttemptMs);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  return arguments;
 }
 
 void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 namespace grpc {
+class ChannelArguments;
 class ServerBuilder;
 }
 
@@ -30,6 +31,9 @@ inline constexpr int kMaxStreamsOfConnection = 1024;
 // gRPC does that for connections that it accepts itself. Its pings do not help: gRPC sends no ping
 // before its current write ends.
 void EndIfPeerTakesNothing(int connection);
+
+// For a channel to another member of a job.
+grpc::ChannelArguments MemberChannelArguments();
 
 // Sets message sizes, buffer limits and channel arguments.
 void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes);

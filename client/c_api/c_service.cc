@@ -10,6 +10,7 @@
 #include <mutex>
 #include <numeric>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -22,6 +23,7 @@
 #include "client/c_api/c_session.h"
 #include "client/calls/service.h"
 #include "client/connect.h"
+#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -110,12 +112,14 @@ absl::Status WithService(const ballast_options* options,
   BALLAST_RETURN_IF_ERROR(
       ReadSeconds(given.reconnect_timeout_seconds, "reconnect_timeout_seconds", wait));
   BALLAST_RETURN_IF_ERROR(BeginTransport());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> services, ParseServices(given.service));
+  const std::string& address = services[0];  // Rank 0's home, which leads the job.
   const Credentials credentials = ReadCredentials(given);
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
-                           NewChannel(given.service, credentials));
+                           NewChannel(address, credentials));
   // Bounded: an infinite timeout would overflow the clock.
   const absl::Duration kMost = absl::Seconds(1e9);
-  Service service(given.service, std::move(channel), credentials, std::min(timeout, kMost),
+  Service service(address, std::move(channel), credentials, std::min(timeout, kMost),
                   std::min(wait, kMost));
   return call(service);
 }

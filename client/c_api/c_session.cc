@@ -20,7 +20,7 @@
 #include "client/ballast.h"
 #include "client/c_api/c_call.h"
 #include "client/c_api/c_options.h"
-#include "client/connect.h"
+#include "client/home.h"
 #include "client/session.h"
 #include "client/tensors/gradient_giver.h"
 #include "client/tensors/stream_copy.h"
@@ -220,10 +220,10 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     // asks for them or begins a step.
     session->options.on_weights = [raw = session.get()](int chunk) { raw->copies->Add(chunk); };
     BALLAST_RETURN_IF_ERROR(BeginTransport());
-    BALLAST_ASSIGN_OR_RETURN(
-        std::shared_ptr<grpc::Channel> channel,
-        Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout),
-                ReadCredentials(given)));
+    BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
+                             ConnectHome(given.service, session->options.rank, session->options.job,
+                                         std::min(absl::Seconds(30), session->options.join_timeout),
+                                         ReadCredentials(given)));
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
     session->gradients = std::make_unique<GradientGiver>(*session->session, session->options.job,
                                                          session->options.rank, session->threads,
@@ -296,9 +296,10 @@ int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t
     }
     return SendWhatItWrites(values, context, "first weights", [&](AskCaller ask) {
       // ballast_plane counts from 1.
-      return UploadParts(*session, first, [&](const ChunkPart& part, size_t plane, float* out) {
-        ask(part, static_cast<int32_t>(plane) + 1, out);
-      });
+      return UploadParts(*session, first,
+                         [&](const ballast::ChunkPart& part, size_t plane, float* out) {
+                           ask(part, static_cast<int32_t>(plane) + 1, out);
+                         });
     });
   });
 }
@@ -328,12 +329,12 @@ int32_t ballast_write_state(ballast_session* session, const ballast_state_write*
     if (given.update_counts != nullptr) {
       state.update_counts.assign(given.update_counts, given.update_counts + given.count);
     }
-    const Layout& layout = session->session->layout();
+    const ballast::Layout& layout = session->session->layout();
     return SendWhatItWrites(values, context, "state", [&](AskCaller ask) {
       const auto fill = [&](int chunk, absl::Span<float> out) {
         const size_t elements = layout.chunks()[chunk].elements;
         for (size_t plane = 0; plane < state.planes.size(); ++plane) {
-          layout.VisitParts(chunk, [&](const ChunkPart& part) {
+          layout.VisitParts(chunk, [&](const ballast::ChunkPart& part) {
             if (std::ranges::binary_search(state.parameters, part.parameter)) {
               ask(part, given.planes[plane], out.data() + plane * elements + part.chunk_offset);
             }

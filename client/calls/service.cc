@@ -15,6 +15,8 @@
 #include "absl/strings/str_replace.h"
 #include "ballast/v1/jobs.grpc.pb.h"
 #include "ballast/v1/state.grpc.pb.h"
+#include "client/calls/member_reads.h"
+#include "client/connect.h"
 #include "client/session/retry.h"
 #include "client/transport/handshake.h"
 #include "cpu_optimizer_service/common/reason.h"
@@ -230,17 +232,28 @@ absl::Status Service::Suggest(const absl::Status& status, const std::string& nam
 absl::Status Service::ReadState(
     const v1::ReadStateRequest& request, const std::function<void()>& begin,
     const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
-  return Suggest(WhileItMayHeal([&]() -> absl::Status {
-                   begin();
-                   BALLAST_RETURN_IF_ERROR(Connect());
-                   // gRPC allows a context for one call only.
-                   grpc::ClientContext context;
-                   SetDeadline(context);
-                   v1::StateService::Stub stub(channel_);
-                   return ReadAll<v1::ReadStateResponse>(
-                       context, *stub.ReadState(&context, request), receive);
-                 }),
-                 request.name());
+  const absl::Status read = Suggest(WhileItMayHeal([&]() -> absl::Status {
+                                      begin();
+                                      BALLAST_RETURN_IF_ERROR(Connect());
+                                      // gRPC allows a context for one call only.
+                                      grpc::ClientContext context;
+                                      SetDeadline(context);
+                                      v1::StateService::Stub stub(channel_);
+                                      return ReadAll<v1::ReadStateResponse>(
+                                          context, *stub.ReadState(&context, request), receive);
+                                    }),
+                                    request.name());
+  if (ReasonOf(read) != reason::kOtherMembersHaveParts) return read;
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob(proto::JobOf(request.name()), false));
+  MemberReads::Channels channels;
+  for (const v1::JobMember& member : job.members()) {
+    BALLAST_ASSIGN_OR_RETURN(channels[member.address()],
+                             NewChannel(member.address(), credentials_));
+  }
+  return WhileItMayHeal([&]() -> absl::Status {
+    begin();
+    return MemberReads(channels, timeout_).Read(request, receive);
+  });
 }
 
 absl::StatusOr<v1::WriteStateResponse> Service::WriteState(

@@ -103,10 +103,12 @@ absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& jo
 }
 
 absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
-  return [job = arguments.positional(0), force = arguments.Has("force")](
-             Service& service, bool json) -> absl::StatusOr<std::string> {
+  return [job = arguments.positional(0), force = arguments.Has("force"),
+          here = arguments.Has("here")](Service& service,
+                                        bool json) -> absl::StatusOr<std::string> {
     v1::CloseJobRequest request;
     request.set_name(proto::JobName(job));
+    request.set_here(here);
     // The uid goes along: if another job has taken the name since that look at it, that one is not
     // closed.
     if (!force) {
@@ -176,13 +178,17 @@ Command UndoCommand() {
 }
 
 Command CloseCommand() {
-  return {.spec = {.name = "close",
-                   .positionals = {"JOB"},
-                   .summary = "deletes the job and all its state; save it first",
-                   .details = "Refused while workers are attached: their training would end.",
-                   .flags = {{"force", "", "also during a training"}}},
-          .timeout_seconds = 300,  // Much memory takes long to be given back.
-          .prepare = PrepareClose};
+  return {
+      .spec = {.name = "close",
+               .positionals = {"JOB"},
+               .summary = "deletes the job and all its state; save it first",
+               .details = "Refused while workers are attached: their training would end.",
+               .flags = {{"force", "", "also during a training"},
+                         {"here", "",
+                          "of a job with several members only the part that this service has; for "
+                          "what is left when the lead is gone"}}},
+      .timeout_seconds = 300,  // Much memory takes long to be given back.
+      .prepare = PrepareClose};
 }
 
 }  // namespace ballast::client::cli

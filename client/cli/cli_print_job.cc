@@ -62,6 +62,7 @@ std::string PhaseText(const v1::Job& job) {
     }
     more = absl::StrCat(step, " waits for the vote of ", RanksNamed(unvoted));
   }
+  if (!job.waits_for().empty()) more = absl::StrCat(step, " waits: ", job.waits_for());
   if (job.phase() == v1::UPDATING) more = absl::StrCat("chunks are moving to ", step);
   if (job.phase() == v1::BROKEN) more = job.problem();
   return absl::StrCat(Name(job.phase()), more.empty() ? "" : "; ", more);
@@ -149,6 +150,44 @@ std::string ActivitiesText(const v1::Job& job) {
     text += FormatField("at work", ToLine(proto::FromProto(activity)));
   }
   return text;
+}
+
+// Ascending ranks: "0-3, 8".
+std::string RankRanges(const std::vector<int>& ranks) {
+  std::vector<std::string> ranges;
+  // The range from i on ends before `next`.
+  for (size_t i = 0, next; i < ranks.size(); i = next) {
+    next = i + 1;
+    while (next < ranks.size() && ranks[next] == ranks[next - 1] + 1) ++next;
+    ranges.push_back(next == i + 1 ? absl::StrCat(ranks[i])
+                                   : absl::StrCat(ranks[i], "-", ranks[next - 1]));
+  }
+  if (ranges.size() <= kRanksNamed) return absl::StrJoin(ranges, ", ");
+  return absl::StrCat(absl::StrJoin(ranges.begin(), ranges.begin() + kRanksNamed, ", "), ", ...");
+}
+
+// Empty for a job on one service.
+std::string MembersText(const v1::Job& job) {
+  if (job.members().empty()) return "";
+  std::vector<std::vector<int>> ranks(job.members_size());
+  for (int rank = 0; rank < job.homes_size(); ++rank) {
+    const int home = job.homes(rank);
+    if (home >= 0 && home < job.members_size()) ranks[home].push_back(rank);
+  }
+  Table table({{"member"}, {"ranks"}, {"lead"}, {"link"}});
+  for (int member = 0; member < job.members_size(); ++member) {
+    const bool leads = !job.homes().empty() && job.homes(0) == member;
+    const v1::JobMember& shown = job.members(member);
+    // Only the lead has links to all.
+    const bool is_unknown = !shown.linked() && shown.problem().empty();
+    table.Add({shown.address(), RankRanges(ranks[member]), leads ? "yes" : "",
+               is_unknown       ? "-"
+               : shown.linked() ? "yes"
+                                : absl::StrCat("none for ",
+                                               std::lround(shown.seconds_without_link()), " s: ",
+                                               shown.problem())});
+  }
+  return absl::StrCat(table.ToString(), "\n");
 }
 
 // What each rank has sent. "furthest" is the largest number of micro-steps that any chunk of the
@@ -322,12 +361,13 @@ std::string JobText(const v1::Job& job) {
                                        FormatCount(job.applied_steps()), " applied, ",
                                        FormatCount(job.skipped_steps()), " skipped)")),
       FormatField("coverage", CoverageText(job)));
-  absl::StrAppend(
-      &text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
-      FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
-      SavesText(job), ActivitiesText(job), FormatField("unused", Name(job.unused_policy())),
-      FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"),
-      job.keep_previous() ? FormatField("undo", UndoText(job)) : "", "\n", RanksText(job), "\n");
+  absl::StrAppend(&text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
+                  FormatField("update", UpdateText(job)), MemoryText(job.memory()),
+                  SharedMemoryText(job), SavesText(job), ActivitiesText(job),
+                  FormatField("unused", Name(job.unused_policy())),
+                  FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"),
+                  job.keep_previous() ? FormatField("undo", UndoText(job)) : "", "\n",
+                  MembersText(job), RanksText(job), "\n");
   absl::StrAppend(&text,
                   job.recent_steps().empty() ? "no step has been decided yet\n" : StepsText(job));
   return text;

@@ -8,6 +8,7 @@
 #include "client/cli/cli_text.h"
 #include "client/connect.h"
 #include "client/default_service.h"
+#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "cpu_optimizer_service/common/text/suggestions.h"
@@ -88,9 +89,12 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   absl::StatusOr<Action> action = command.prepare(arguments);
   if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
   // One that asks no service looks for none.
-  const std::string address = arguments.Has("service") ? arguments.Get("service", "")
-                              : command.asks_service   ? DefaultService()
-                                                       : "127.0.0.1:7070";
+  const std::string named = arguments.Has("service") ? arguments.Get("service", "")
+                            : command.asks_service   ? DefaultService()
+                                                     : "127.0.0.1:7070";
+  const absl::StatusOr<std::vector<std::string>> services = ParseServices(named);
+  if (!services.ok()) return Fail(kWrongUsage, services.status(), see, error);
+  const std::string& address = services->front();  // Rank 0's home, which leads the job.
   if (const absl::Status status = CheckAddress(address); !status.ok()) {
     return Fail(kWrongUsage, status, see, error);
   }

@@ -82,23 +82,26 @@ class CreationWatch {
       BALLAST_RETURN_IF_ERROR(job.status());
       if (job->phase() != v1::CREATING) return absl::OkStatus();
       const absl::Time now = clock_.Now();
-      Activity activity;
+      std::optional<Activity> making;
       for (const v1::Activity& each : job->activities()) {
         if (each.kind() != v1::MAKING_MEMORY) continue;
-        activity = proto::FromProto(each);
+        making = proto::FromProto(each);
         // From its last sign of life there is as much time as from the beginning.
-        deadline_ = std::max(deadline_, now - absl::Seconds(activity.seconds_since_progress) +
-                                            options_.join_timeout);
+        deadline_ = std::max(
+            deadline_, now - absl::Seconds(making->seconds_since_progress) + options_.join_timeout);
       }
+      const std::string doing =
+          making.has_value() ? ToLine(*making) : "waiting for other members of the job";
       if (now >= deadline_) {
-        return absl::DeadlineExceededError(
-            absl::StrCat("the service is ", ToLine(activity), "; see its log"));
+        return absl::DeadlineExceededError(absl::StrCat("the service is ", doing, "; see its log"));
       }
       if (now - told_ >= kLineEvery) {
-        Log().info("job {}: the service is {}", options_.job.name, ToLine(activity));
+        Log().info("job {}: the service is {}", options_.job.name, doing);
         told_ = now;
       }
       clock_.SleepFor(kLookEvery);
+      // Another call gets the result.
+      if (!making.has_value()) return absl::OkStatus();
     }
   }
 

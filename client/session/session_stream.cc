@@ -104,8 +104,9 @@ absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
 
 void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
   progress_.Waiting(waiting.step(), {waiting.ranks().begin(), waiting.ranks().end()});
-  Log().warn("{}: {}; the service waits for rank {}", Context(),
-             progress_.has_norm() ? "voted" : "sealed", absl::StrJoin(waiting.ranks(), ", "));
+  Log().warn("{}: {}; the service waits for rank {}{}{}", Context(),
+             progress_.has_norm() ? "voted" : "sealed", absl::StrJoin(waiting.ranks(), ", "),
+             waiting.why().empty() ? "" : ": ", waiting.why());
 }
 
 absl::Status SessionImpl::Decide(StepDecision decision) {

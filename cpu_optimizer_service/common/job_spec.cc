@@ -36,7 +36,8 @@ absl::Status CheckMembers(const JobSpec& spec) {
     return absl::InvalidArgumentError(absl::StrCat("job ", spec.name, " has ", spec.members.size(),
                                                    " members; expected at most ", kMaxMembers));
   }
-  const size_t homes = spec.members.empty() ? 0 : spec.layout.world_size;
+  // The layout has not been checked yet.
+  const size_t homes = spec.members.empty() ? 0 : std::max(0, spec.layout.world_size);
   if (spec.homes.size() != homes) {
     return absl::InvalidArgumentError(absl::StrCat("job ", spec.name, " names the homes of ",
                                                    spec.homes.size(), " ranks; expected ", homes));
@@ -46,7 +47,7 @@ absl::Status CheckMembers(const JobSpec& spec) {
     const int home = spec.homes[rank];
     if (home < 0 || home >= static_cast<int>(spec.members.size())) {
       return absl::InvalidArgumentError(absl::StrCat("the home of rank ", rank, " is member ", home,
-                                                     ", but there are ", spec.members.size()));
+                                                     "; expected 0 to ", spec.members.size() - 1));
     }
     is_home[home] = true;
   }
@@ -55,6 +56,11 @@ absl::Status CheckMembers(const JobSpec& spec) {
     const std::string& address = spec.members[member].address;
     if (address.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("member ", member, " has no address"));
+    }
+    if (address.size() > kMaxAddressBytes) {
+      return absl::InvalidArgumentError(absl::StrCat("the address of member ", member, " has ",
+                                                     address.size(), " bytes; expected at most ",
+                                                     kMaxAddressBytes));
     }
     if (!addresses.insert(address).second) {
       return absl::InvalidArgumentError(
@@ -66,6 +72,30 @@ absl::Status CheckMembers(const JobSpec& spec) {
     }
   }
   return absl::OkStatus();
+}
+
+std::string Differ(absl::string_view what, const auto& x, const auto& y) {
+  return absl::StrCat(what, " is ", x, " here and ", y, " there");
+}
+
+// Of jobs with as many ranks.
+std::string FirstDifferenceOfMembers(const JobSpec& a, const JobSpec& b) {
+  if (a.members.size() != b.members.size()) {
+    return Differ("the number of members", a.members.size(), b.members.size());
+  }
+  for (size_t i = 0; i < a.members.size(); ++i) {
+    if (a.members[i] != b.members[i]) {
+      return Differ(absl::StrCat("the address of member ", i), a.members[i].address,
+                    b.members[i].address);
+    }
+  }
+  for (size_t rank = 0; rank < std::min(a.homes.size(), b.homes.size()); ++rank) {
+    if (a.homes[rank] != b.homes[rank]) {
+      return Differ(absl::StrCat("the home of rank ", rank), a.homes[rank], b.homes[rank]);
+    }
+  }
+  if (a.homes.size() == b.homes.size()) return "";
+  return Differ("the number of homes", a.homes.size(), b.homes.size());
 }
 
 }  // namespace
@@ -210,30 +240,27 @@ std::vector<int> ChunksOf(const StateWrite& write, const Layout& layout) {
 }
 
 std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
-  const auto differ = [](absl::string_view what, const auto& x, const auto& y) {
-    return absl::StrCat(what, " is ", x, " here and ", y, " there");
-  };
   if (a.groups.size() != b.groups.size()) {
-    return differ("the number of groups", a.groups.size(), b.groups.size());
+    return Differ("the number of groups", a.groups.size(), b.groups.size());
   }
   for (size_t i = 0; i < a.groups.size(); ++i) {
     const GroupSpec& p = a.groups[i];
     const GroupSpec& q = b.groups[i];
-    if (p.name != q.name) return differ(absl::StrCat("the name of group ", i), p.name, q.name);
+    if (p.name != q.name) return Differ(absl::StrCat("the name of group ", i), p.name, q.name);
     // Both ends compute the sizes of payloads, and the places in shared memory, from the two
     // formats.
     if (p.wire_dtype != q.wire_dtype) {
-      return differ(absl::StrCat("wire_dtype of group ", p.name), Name(p.wire_dtype),
+      return Differ(absl::StrCat("wire_dtype of group ", p.name), Name(p.wire_dtype),
                     Name(q.wire_dtype));
     }
     if (p.return_dtype != q.return_dtype) {
-      return differ(absl::StrCat("return_dtype of group ", p.name), Name(p.return_dtype),
+      return Differ(absl::StrCat("return_dtype of group ", p.name), Name(p.return_dtype),
                     Name(q.return_dtype));
     }
     // Unlike the other hyper-parameters it cannot change later: it decides how many planes there
     // are.
     if (p.hyper_parameters.amsgrad != q.hyper_parameters.amsgrad) {
-      return differ(absl::StrCat("amsgrad of group ", p.name), p.hyper_parameters.amsgrad,
+      return Differ(absl::StrCat("amsgrad of group ", p.name), p.hyper_parameters.amsgrad,
                     q.hyper_parameters.amsgrad);
     }
   }
@@ -244,21 +271,22 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
       return spec.groups[i].hyper_parameters.decoupled_weight_decay ? "AdamW" : "Adam";
     };
     if (optimizer_of(a) != optimizer_of(b)) {
-      return differ(absl::StrCat("the optimizer of group ", a.groups[i].name), optimizer_of(a),
+      return Differ(absl::StrCat("the optimizer of group ", a.groups[i].name), optimizer_of(a),
                     optimizer_of(b));
     }
   }
   if (a.unused_policy != b.unused_policy) {
-    return differ("unused_policy", Name(a.unused_policy), Name(b.unused_policy));
+    return Differ("unused_policy", Name(a.unused_policy), Name(b.unused_policy));
   }
   if (a.max_micro_steps != b.max_micro_steps) {
-    return differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
+    return Differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
   }
-  if (a.on_abort != b.on_abort) return differ("on_abort", Name(a.on_abort), Name(b.on_abort));
+  if (a.on_abort != b.on_abort) return Differ("on_abort", Name(a.on_abort), Name(b.on_abort));
   if (a.keep_previous != b.keep_previous) {
-    return differ("keep_previous", a.keep_previous, b.keep_previous);
+    return Differ("keep_previous", a.keep_previous, b.keep_previous);
   }
-  return FirstDifference(a.layout, b.layout);
+  const std::string of_layouts = FirstDifference(a.layout, b.layout);
+  return of_layouts.empty() ? FirstDifferenceOfMembers(a, b) : of_layouts;
 }
 
 }  // namespace ballast

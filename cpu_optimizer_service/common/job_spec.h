@@ -61,6 +61,7 @@ struct MemberSpec {
   bool operator==(const MemberSpec&) const = default;
 };
 inline constexpr size_t kMaxMembers = 1024;
+inline constexpr size_t kMaxAddressBytes = 300;  // A host's name has at most 253.
 
 struct JobSpec {
   std::string name;  // [A-Za-z0-9._-]{1,128}, not beginning with '.': it becomes a directory name.
@@ -98,6 +99,8 @@ struct JobSpec {
 struct FirstState {
   uint64_t step = 0;
   std::vector<int64_t> update_counts;  // By parameter, at most `step`; 0 for a frozen one.
+
+  bool operator==(const FirstState&) const = default;
 };
 // The largest that a job's words per chunk can hold.
 inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;

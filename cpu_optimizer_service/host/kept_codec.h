@@ -1,5 +1,5 @@
-// Plain values as bytes, and back, for the next process of the service. Not for files or messages:
-// only a service on the same machine reads them.
+// Plain values as bytes, and back, for the next process of the service, and for services of the same
+// format. Not for files.
 //
 // A function beside a struct lists its fields, once for both directions:
 //
@@ -17,6 +17,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/string_view.h"
@@ -55,6 +56,22 @@ class KeptWriter {
   }
   template <typename T>
   requires(!PlainValue<T>) void Write(const std::vector<T>& values) { WriteAll(values); }
+  // Bit by bit.
+  void Write(const std::vector<bool>& values) {
+    Write(uint64_t{values.size()});
+    for (size_t i = 0; i < values.size(); i += 8) {
+      uint8_t byte = 0;
+      for (size_t bit = 0; bit < 8 && i + bit < values.size(); ++bit) {
+        byte |= static_cast<uint8_t>(values[i + bit] << bit);
+      }
+      Write(byte);
+    }
+  }
+  template <typename... T>
+  void Write(const std::variant<T...>& value) {
+    Write(static_cast<uint8_t>(value.index()));
+    std::visit([this](const auto& held) { this->Write(held); }, value);
+  }
   template <typename T, size_t n>
   void Write(const std::array<T, n>& values) {
     for (const T& value : values) Write(value);
@@ -115,13 +132,54 @@ class KeptReader {
   void Read(T& value) {
     Take(&value, sizeof(value));
   }
+  void Read(bool& value) {
+    uint8_t byte = 0;
+    Read(byte);
+    if (byte > 1) ok_ = false;
+    value = byte == 1;
+  }
+  void Read(std::vector<bool>& values) {
+    uint64_t count = 0;
+    Read(count);
+    if (count / 8 > left_.size()) ok_ = false;
+    values.assign(ok_ ? count : 0, false);
+    for (size_t i = 0; i < values.size() && ok_; i += 8) {
+      uint8_t byte = 0;
+      Read(byte);
+      for (size_t bit = 0; bit < 8 && i + bit < values.size(); ++bit) {
+        values[i + bit] = (byte >> bit & 1) != 0;
+      }
+    }
+  }
+  template <typename... T>
+  void Read(std::variant<T...>& value) {
+    uint8_t index = 0;
+    Read(index);
+    if (!ok_ || index >= sizeof...(T)) {
+      ok_ = false;
+      return;
+    }
+    ReadAlternative(value, index, std::index_sequence_for<T...>());
+  }
+  template <typename... T, size_t... i>
+  void ReadAlternative(std::variant<T...>& value, size_t index, std::index_sequence<i...>) {
+    ((index == i ? ReadInto<i>(value) : void()), ...);
+  }
+  template <size_t i, typename... T>
+  void ReadInto(std::variant<T...>& value) {
+    std::variant_alternative_t<i, std::variant<T...>> held = {};
+    Read(held);
+    value.template emplace<i>(std::move(held));
+  }
   void Read(std::string& text) {
     text.resize(ReadCount());
     Take(text.data(), text.size());
   }
   template <PlainValue T>
   void Read(std::vector<T>& values) {
-    values.resize(ReadCount());
+    const size_t count = ReadCount();
+    if (count > left_.size() / sizeof(T)) ok_ = false;
+    values.resize(ok_ ? count : 0);
     Take(values.data(), values.size() * sizeof(T));
   }
   template <typename T>

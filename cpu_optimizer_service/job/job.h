@@ -87,6 +87,7 @@ struct CheckpointInfo {
   std::vector<std::string> passed_over;  // At a load: newer damaged ones, a line each.
 };
 
+struct Follow;
 struct LeadWord;
 struct MemberWord;
 template <typename Word>
@@ -263,7 +264,10 @@ class Job : public std::enable_shared_from_this<Job> {
   // an older one. Returns its number.
   virtual uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) = 0;
   virtual uint64_t OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) = 0;
-  virtual void CloseLink(uint64_t number) = 0;
+  virtual void CloseLink(uint64_t number, const absl::Status& why) = 0;
+  // For a lead that opens a link.
+  virtual Follow FollowOf(int member) const = 0;
+  virtual void CannotReach(int member, const absl::Status& why) = 0;
   // A word has come by this link. Those of older links do nothing.
   virtual void HearMember(int member, uint64_t link, MemberWord word) = 0;
   virtual void HearLead(uint64_t link, LeadWord word) = 0;

@@ -85,6 +85,13 @@ struct JobTraffic {
   int64_t weight_bytes_in_place = 0;
 };
 
+// What a service knows of a member of the job; by JobSpec::members. Only the lead has links to all.
+struct MemberStatus {
+  bool is_linked = false;  // True for this service itself.
+  double seconds_without_link = 0;
+  std::string problem;  // Why there is no link.
+};
+
 // A consistent snapshot of a job.
 struct JobStatus {
   Generation generation;
@@ -117,6 +124,8 @@ struct JobStatus {
   std::optional<double> seconds_open;              // Since a rank began the step that is open.
   std::optional<double> seconds_since_first_seal;  // In that step; absent: no rank has sealed it.
   std::vector<RankProgress> ranks;
+  std::vector<MemberStatus> members;
+  std::string waits_for;  // Other members that the step waits for, in a line; empty: none.
   std::vector<SaveProgress> saves;                // Oldest first.
   std::vector<Activity> activities;               // Of this job, oldest first.
   std::vector<StepRecord> recent_steps;           // Oldest first, a bounded number.

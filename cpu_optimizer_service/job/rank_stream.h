@@ -54,7 +54,8 @@ class RankListener {
   // The calls of one step come in this order. OnWeights comes once for each chunk of the rank's
   // partition, in any order, except for chunks whose provisional weights stay. It does not come for
   // a skipped step. Only OnWaiting may be late.
-  virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks) = 0;
+  // `why`: what is known of the members that are awaited; empty on one host.
+  virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks, const std::string& why) = 0;
   // An accepted seal of this rank has been undone: at the last rank's seal the step was incomplete,
   // or another rank has discarded the attempt. The step is open. Each rank sends what is missing,
   // or discards too, and all seal again. If this rank has discarded the attempt meanwhile, ignore

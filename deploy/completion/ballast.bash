@@ -39,7 +39,7 @@ _ballast() {
     delete-checkpoint) flags="--uid --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(CHECKPOINT) ;;
     abort-step) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     undo) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
-    close) flags="--force --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
+    close) flags="--force --here --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     plan) flags="--memory --world-size --json --help" places=(SPEC) ;;
     doctor) flags="--out --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     completion) flags="--json --help" places=(SHELL) ;;

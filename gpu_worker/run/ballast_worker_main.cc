@@ -14,7 +14,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "client/connect.h"
+#include "client/home.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/limits/processors.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
@@ -60,11 +61,13 @@ class InProcessService {
 };
 
 // The service that the flags name: another process, or one in this process, kept alive by
-// `in_process`.
+// `in_process`. If they name several: the rank's, and `job` gets its members and homes.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
-    const WorkerFlags& flags, const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
+    const WorkerFlags& flags, const Launch& launch, JobSpec& job,
+    std::unique_ptr<InProcessService>& in_process) {
   if (flags.service != "in-process") {
-    return client::Connect(flags.service, absl::Seconds(10), flags.credentials);
+    return client::ConnectHome(flags.service, launch.rank, job, absl::Seconds(10),
+                               flags.credentials);
   }
   // The others could not reach it: each would have a service of its own.
   if (launch.world_size > 1) {
@@ -77,18 +80,22 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
 
 absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const Launch& launch,
                                                std::unique_ptr<InProcessService>& in_process) {
+  JobSpec held;  // Only its ranks, and which services hold them.
+  held.layout.world_size = launch.world_size;
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
-                           ConnectService(flags, launch, in_process));
+                           ConnectService(flags, launch, held, in_process));
   // `flags` are those of Main, which outlive the run.
-  return [&flags, channel = std::move(channel)](const TrainingJob& job, TrainingBackend& backend,
-                                                Collective& collective) {
+  return [&flags, channel = std::move(channel), held = std::move(held)](
+             const TrainingJob& job, TrainingBackend& backend, Collective& collective) {
     return MakeServiceOptimizer(channel,
                                 {.job = job,
                                  .backend = backend,
                                  .resume_directory = flags.resume,
                                  .seal_timeout = flags.options.seal_timeout,
                                  .reconnect_timeout = flags.reconnect_timeout,
-                                 .shared_memory = flags.shared_memory},
+                                 .shared_memory = flags.shared_memory,
+                                 .members = held.members,
+                                 .homes = held.homes},
                                 collective);
   };
 }

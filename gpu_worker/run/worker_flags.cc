@@ -13,6 +13,7 @@
 #include "client/default_service.h"
 #include "client/loss_scaler.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
@@ -118,7 +119,8 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
   line.Group("The service");
   line.Add("service", flags.service,
            "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
-           "worker (one worker only). Default: BALLAST_SERVICE, or "
+           "worker (one worker only). Or several that hold the job together, a:7070,b:7070: each "
+           "gets consecutive workers in even shares. Default: BALLAST_SERVICE, or "
            "127.0.0.1:7070, or the socket of the packaged service");
   line.Add("tls-ca", flags.credentials.tls_ca,
            "The authority of a TLS service's certificate (or BALLAST_TLS_CA)");
@@ -260,6 +262,9 @@ absl::Status Check(const Given& given, const Texts& texts, WorkerFlags& flags) {
   }
   if (!given.line.Has("peer-timeout")) flags.peer_timeout = options.seal_timeout + kPeersApart;
   if (flags.service.empty()) flags.service = client::DefaultService();
+  if (flags.optimizer == OptimizerKind::kService) {
+    BALLAST_RETURN_IF_ERROR(Annotate(ParseServices(flags.service).status(), "--service"));
+  }
   flags.credentials = client::OrEnvironment(flags.credentials);
   return absl::OkStatus();
 }

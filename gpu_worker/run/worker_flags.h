@@ -23,7 +23,7 @@ struct WorkerFlags {
   DeviceKind device = DeviceKind::kCpu;
   CollectiveKind collective = CollectiveKind::kAuto;
   OptimizerKind optimizer = OptimizerKind::kService;
-  std::string service;              // An address, or "in-process".
+  std::string service;              // An address, several with commas between, or "in-process".
   client::Credentials credentials;  // Those of the environment where a flag is not given.
   std::string resume;               // A checkpoint's directory; empty: none.
   client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;

@@ -147,6 +147,8 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     Collective& collective) {
   client::SessionOptions session_options;
   session_options.job = options.job.spec;
+  session_options.job.members = std::move(options.members);
+  session_options.job.homes = std::move(options.homes);
   session_options.rank = collective.rank();
   TrainingBackend& backend = options.backend;
   const int first = options.job.layout.first_of_rank(collective.rank());

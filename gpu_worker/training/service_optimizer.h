@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -27,11 +28,15 @@ struct ServiceOptimizerOptions {
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   absl::Duration reconnect_timeout = client::SessionOptions().reconnect_timeout;
   client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;
+  // As in JobSpec: the services that hold the job together. `job` does not have them.
+  std::vector<MemberSpec> members = {};
+  std::vector<int> homes = {};
 };
 
 // Loads the checkpoint, if required; Join opens this rank's session. Errors as in Session::Open and
 // LoadCheckpoint. After an error of the latter the job is closed, so that no empty job remains.
-// Join returns FAILED_PRECONDITION if its previous job was closed.
+// Join returns FAILED_PRECONDITION if its previous job was closed. The channel leads to the rank's
+// home.
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
     Collective& collective);

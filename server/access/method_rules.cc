@@ -20,6 +20,7 @@ constexpr Rule kRules[] = {
     {"JobService.AbortStep", Role::kOperator},
     {"JobService.UndoStep", Role::kOperator},
     {"JobService.UpdateGroup", Role::kOperator},
+    {"MemberService.Follow", Role::kMember},
     {"TrainService.Train", Role::kTrainer},
     {"TrainService.UploadWeights", Role::kTrainer},
     {"TrainService.ReadWeights", Role::kViewer},

@@ -13,6 +13,7 @@ enum class Role : uint8_t {
   kNobody,    // Nothing.
   kViewer,    // Looks.
   kTrainer,   // Creates the job, attaches to it and trains.
+  kMember,    // A service that leads the job: it creates a part here, and ends it.
   kOperator,  // Everything else.
 };
 
@@ -24,6 +25,8 @@ constexpr absl::string_view Name(Role role) {
       return "viewer";
     case Role::kTrainer:
       return "trainer";
+    case Role::kMember:
+      return "member";
     case Role::kOperator:
       return "operator";
   }
@@ -32,7 +35,7 @@ constexpr absl::string_view Name(Role role) {
 
 // nullopt: a line cannot give such a role.
 constexpr std::optional<Role> ParseRole(absl::string_view name) {
-  for (const Role role : {Role::kViewer, Role::kTrainer, Role::kOperator}) {
+  for (const Role role : {Role::kViewer, Role::kTrainer, Role::kMember, Role::kOperator}) {
     if (name == Name(role)) return role;
   }
   return std::nullopt;

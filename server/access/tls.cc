@@ -92,4 +92,20 @@ std::shared_ptr<grpc::ServerCredentials> Tls::credentials() const {
   return grpc::experimental::TlsServerCredentials(tls);
 }
 
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Tls::channel_credentials() const {
+  if (!on()) return grpc::InsecureChannelCredentials();
+  if (!client_ca_) {
+    return absl::FailedPreconditionError(
+        "a service with TLS connects to other members only with --tls-client-ca, the authority of "
+        "their certificates");
+  }
+  grpc::experimental::TlsChannelCredentialsOptions tls;
+  tls.set_certificate_provider(
+      std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
+          PathOf(key_), PathOf(certificate_), PathOf(client_ca_), kReadEverySeconds));
+  tls.watch_identity_key_cert_pairs();
+  tls.watch_root_certs();
+  return grpc::experimental::TlsCredentials(tls);
+}
+
 }  // namespace ballast::server

@@ -2,6 +2,7 @@
 #ifndef BALLAST_SERVER_ACCESS_TLS_H_
 #define BALLAST_SERVER_ACCESS_TLS_H_
 
+#include <grpcpp/security/credentials.h>
 #include <grpcpp/security/server_credentials.h>
 
 #include <atomic>
@@ -27,6 +28,10 @@ class Tls {
 
   // For TLS 1.2 and later.
   std::shared_ptr<grpc::ServerCredentials> credentials() const;
+  // For connections to other members of a job: with the service's own certificate, to services whose
+  // certificates are signed by the authorities of clients. FAILED_PRECONDITION: there is a
+  // certificate, and no such authority.
+  absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> channel_credentials() const;
 
   // New connections use the files' current contents. Returns an error, and then keeps the old
   // contents.

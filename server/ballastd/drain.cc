@@ -15,6 +15,8 @@ namespace {
 void AbortUndecided(Job& job, const std::string& why, DrainReport& report) {
   // A step that all ranks have sealed is decided before the save.
   if (job.Status().phase == JobPhase::kSealed) return;
+  // Its lead may not answer. Nor can the step be finished here, which the lead finds out.
+  if (job.spec().member_count() > 1) return;
   const absl::StatusOr<uint64_t> step = job.AbortStep();
   if (!step.ok()) return;  // Between steps, or decided: then the save waits for the update.
   report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step, " ", why));
@@ -58,6 +60,11 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
   if (status.phase == JobPhase::kBroken) {
     report.lost.push_back(absl::StrCat(at_step(status.committed_step), ": ", status.problem, "; ",
                                        LastSaved(engine, job)));
+    return;
+  }
+  if (job.spec().member_count() > 1) {
+    report.lost.push_back(absl::StrCat(at_step(status.committed_step),
+                                       ": it has several members, and such jobs cannot be saved"));
     return;
   }
   const std::string folder = absl::StrCat(checkpoint_directory, "/", job.spec().name);

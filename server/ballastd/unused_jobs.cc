@@ -30,6 +30,7 @@ absl::StatusOr<std::string> SaveState(const Engine& engine, Job& job) {
 void UnusedJobs::Look(absl::Time now) {
   std::map<std::string, Seen> seen;  // Without those that are closed.
   for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
+    if (job->spec().member_count() > 1) continue;  // It cannot be saved yet.
     const auto before = seen_.find(job->uid());
     const Seen news = {.use = job->use(), .since = now, .next = now};
     Seen& known = seen[job->uid()];

@@ -29,6 +29,7 @@ struct DescriptionSize {
   int64_t parameters = 0;
   int64_t partitions = 0;
   int64_t mesh_dims = 0;
+  int64_t members = 0;
   std::string name;          // The request's own field 1, where that is a string,
   std::string uid;           // its field 4,
   std::string derived_from;  // and its field 10.
@@ -38,6 +39,7 @@ struct DescriptionSize {
     if (list == v1::Job::kGroupsFieldNumber) return &groups;
     if (list == v1::Job::kParametersFieldNumber) return &parameters;
     if (list == v1::Job::kPartitionsFieldNumber) return &partitions;
+    if (list == v1::Job::kMembersFieldNumber) return &members;
     return list == v1::Job::kMeshFieldNumber ? &mesh_dims : nullptr;
   }
 };
@@ -138,9 +140,9 @@ int64_t MostBytesToRead(const DescriptionSize& size, int64_t fields) {
   constexpr int64_t kBytesOfByte = 24;  // A dimension of one byte becomes eight, three times.
   constexpr int64_t kBytesOfField = 96;
   // Their fields are in the terms below.
-  const int64_t known = size.parameters + size.groups + size.partitions;
+  const int64_t known = size.parameters + size.groups + size.members + size.partitions;
   return kBytesOfByte * size.bytes + kBytesOfField * std::max<int64_t>(fields - known, 0) +
-         1024 * (size.parameters + size.groups) + 256 * size.partitions;
+         1024 * (size.parameters + size.groups + size.members) + 256 * size.partitions;
 }
 
 // Ranges that another split of the same parameters might have.
@@ -153,7 +155,7 @@ int64_t MostFieldsDescribing(const Job& job) {
   const LayoutSpec& spec = job.spec().layout;
   return 4096 +
          8 * static_cast<int64_t>(job.spec().groups.size() + spec.parameters.size() +
-                                  spec.mesh.size()) +
+                                  spec.mesh.size() + job.spec().members.size()) +
          2 * MostRangesDescribing(job);
 }
 
@@ -174,6 +176,10 @@ int64_t MostBytesDescribing(const Job& job) {
   for (const MeshDim& dim : spec.layout.mesh) {
     bytes += kFullName + 64 + static_cast<int64_t>(dim.name.size());
   }
+  // Another description may have other addresses.
+  bytes += (kMaxAddressBytes + 64) * static_cast<int64_t>(spec.members.size());
+  // The tag and the number of each, if they are not packed.
+  bytes += 4 * static_cast<int64_t>(spec.homes.size());
   return bytes + 64 * MostRangesDescribing(job);
 }
 
@@ -192,6 +198,10 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
   if (size.mesh_dims > static_cast<int64_t>(kMaxDimensions)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "the mesh has ", size.mesh_dims, " dimensions, more than ", kMaxDimensions, "; use fewer"));
+  }
+  if (size.members > static_cast<int64_t>(kMaxMembers)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the job has ", size.members, " members, more than ", kMaxMembers, "; use fewer"));
   }
   // This reads all bytes once more, so it comes after what is cheaper to refuse.
   const int64_t fields = FieldsOf(create_request, *v1::CreateJobRequest::descriptor(), kMostFields);
@@ -228,6 +238,8 @@ absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_reque
   BALLAST_RETURN_IF_ERROR(check("groups", size.groups, layout.group_count()));
   BALLAST_RETURN_IF_ERROR(
       check("parameters", size.parameters, static_cast<int64_t>(layout.spec().parameters.size())));
+  BALLAST_RETURN_IF_ERROR(
+      check("members", size.members, static_cast<int64_t>(job.spec().members.size())));
   BALLAST_RETURN_IF_ERROR(
       check("partition ranges, at most,", size.partitions, MostRangesDescribing(job)));
   const int64_t most_fields = MostFieldsDescribing(job);

@@ -17,8 +17,8 @@ namespace ballast::server {
 inline constexpr int64_t kSmallDescriptionBytes = int64_t{4} << 20;
 
 // Room in the memory limit to parse a serialized CreateJobRequest; empty for a small one.
-// INVALID_ARGUMENT: more parameters, groups, ranges or dimensions than a job may have, more than
-// kMaxRequestBytes without the description, or not such a message. RESOURCE_EXHAUSTED: no room.
+// INVALID_ARGUMENT: more parameters, groups, ranges, dimensions or members than a job may have, more
+// than kMaxRequestBytes without the description, or not such a message. RESOURCE_EXHAUSTED: no room.
 absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                      const grpc::ByteBuffer& create_request);
 

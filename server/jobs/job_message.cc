@@ -53,11 +53,13 @@ void AddSpeculation(const JobStatus& status, v1::Speculation& speculation) {
   speculation.set_paused_chunks(status.speculation_paused);
 }
 
-void AddRanks(const JobStatus& status, v1::Job& message) {
-  for (size_t rank = 0; rank < status.ranks.size(); ++rank) {
+// Of the ranks whose home is here.
+void AddRanks(const Layout& layout, const JobStatus& status, v1::Job& message) {
+  message.set_home_ranks(static_cast<int32_t>(layout.ranks().size()));
+  for (const int rank : layout.ranks()) {
     const RankProgress& from = status.ranks[rank];
     v1::RankProgress& to = *message.add_ranks();
-    to.set_rank(static_cast<int32_t>(rank));
+    to.set_rank(rank);
     to.set_attached(from.attached);
     to.set_process_id(from.process_id);
     to.set_attempt(from.attempt);
@@ -247,6 +249,14 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.mutable_ancestors()->Add(status.ancestors.begin(), status.ancestors.end());
   message.set_phase(ToMessage(status.phase));
   message.set_problem(status.problem);
+  message.set_waits_for(status.waits_for);
+  for (size_t member = 0; member < status.members.size(); ++member) {
+    const MemberStatus& known = status.members[member];
+    v1::JobMember& shown = *message.mutable_members(static_cast<int>(member));
+    shown.set_linked(known.is_linked);
+    shown.set_seconds_without_link(known.seconds_without_link);
+    shown.set_problem(known.problem);
+  }
   message.set_applied_steps(status.applied_steps);
   message.set_skipped_steps(status.skipped_steps);
   message.set_coverage_complete_steps(status.coverage_complete_steps);
@@ -266,7 +276,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.set_resumed_uid(status.resumed_uid);
   AddMemory(status, *message.mutable_memory());
   AddSpeculation(status, *message.mutable_speculation());
-  AddRanks(status, message);
+  AddRanks(job.layout(), status, message);
   AddSaves(status, message);
   for (const Activity& activity : status.activities) {
     if (message.activities_size() == kMostActivities) break;  // More loads may be queued.

@@ -216,7 +216,9 @@ absl::Status JobService::Close(UnaryCall& call, const v1::CloseJobRequest& reque
                            Find(engine_, call.caller(), request.name(), request.uid()));
   // Not by its name, which may be another job's by now.
   return call.Await<bool>(
-      [&](Done<bool> done) { return engine_.CloseJob(std::move(job), std::move(done)); },
+      [&](Done<bool> done) {
+        return engine_.CloseJob(std::move(job), std::move(done), request.here());
+      },
       [](bool) -> absl::StatusOr<v1::CloseJobResponse> { return v1::CloseJobResponse(); });
 }
 

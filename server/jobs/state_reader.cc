@@ -39,6 +39,8 @@ absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Ca
     return absl::InvalidArgumentError(
         absl::StrCat(request_.name(), " is frozen and has no state here"));
   }
+  if (!request_.here()) BALLAST_RETURN_IF_ERROR(CheckIsHere(*parameter_.job, parameter_.index));
+  ranges_ = ElementsHere(*parameter_.job, parameter_.index);
   // The Done may end the call, and gRPC delete it, before TakeSnapshot has returned.
   const std::shared_ptr<Job> job = parameter_.job;
   EndsWith(engine, caller, *job);
@@ -58,15 +60,18 @@ void StateReader::Opened(absl::StatusOr<Snapshot> snapshot) {
 }
 
 bool StateReader::Fill(v1::ReadStateResponse& message) {
-  const int64_t elements = parameter_.elements();
   // A parameter of no elements still has a first message.
-  if (begun_ && offset_ == elements) return false;
+  while (next_range_ < ranges_.size() && offset_ >= ranges_[next_range_].end) ++next_range_;
+  const bool has_more = next_range_ < ranges_.size();
+  if (begun_ && !has_more) return false;
   if (!std::exchange(begun_, true)) {
     message.set_step(snapshot_.step());
     message.set_update_count(snapshot_.update_count(parameter_.index));
     message.mutable_shape()->Add(parameter_.spec().shape.begin(), parameter_.spec().shape.end());
   }
-  piece_.resize(std::min(kElementsPerMessage, elements - offset_));
+  if (!has_more) return true;
+  offset_ = std::max(offset_, ranges_[next_range_].begin);
+  piece_.resize(std::min(kElementsPerMessage, ranges_[next_range_].end - offset_));
   snapshot_.Read(parameter_.index, plane_, offset_, absl::MakeSpan(piece_));
   message.set_offset(offset_);
   message.set_data(piece_.data(), piece_.size() * sizeof(float));

@@ -33,7 +33,9 @@ class StateReader final : public StreamedAnswer<v1::ReadStateResponse> {
   Plane plane_ = Plane::kMaster;
   Snapshot snapshot_;
   bool begun_ = false;
-  int64_t offset_ = 0;  // The next piece begins at this element of the parameter.
+  std::vector<ElementRange> ranges_;
+  size_t next_range_ = 0;
+  int64_t offset_ = 0;  // The next piece begins at this element of the parameter, or later.
   std::vector<float> piece_;
 };
 

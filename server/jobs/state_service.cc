@@ -135,6 +135,7 @@ StateService::StateService(Engine& engine, const Access& access, CallPools& pool
 absl::Status StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(FoundParameter parameter,
                            FindParameter(engine_, call.caller(), request.name()));
+  BALLAST_RETURN_IF_ERROR(CheckIsHere(*parameter.job, parameter.index));
   return call.Await<Snapshot>(
       [&](Done<Snapshot> done) {
         return parameter.job->TakeSnapshot({parameter.index}, std::move(done));

@@ -291,19 +291,30 @@ void AddSpeculation(const std::string& job, const JobStatus& status, Families& t
            of_job, status.speculation_refused.empty() ? 0 : 1);
 }
 
-void AddRanks(const std::string& job, const JobStatus& status, Families& to) {
-  const Labels of_job = {{"job_name", job}};
-  const auto attached = [](const RankProgress& rank) { return rank.attached; };
-  to.Gauge("ballast_ranks", "Ranks of the job.", of_job, static_cast<double>(status.ranks.size()));
-  to.Gauge("ballast_ranks_attached", "Ranks that a process has.", of_job,
-           static_cast<double>(std::count_if(status.ranks.begin(), status.ranks.end(), attached)));
+void AddRanks(const std::string& name, const Job& job, const JobStatus& status, Families& to) {
+  const Labels of_job = {{"job_name", name}};
+  const absl::Span<const int> here = job.layout().ranks();
+  const auto count = [&](auto is_so) {
+    return static_cast<double>(std::count_if(here.begin(), here.end(),
+                                             [&](int rank) { return is_so(status.ranks[rank]); }));
+  };
+  to.Gauge("ballast_ranks", "Ranks of the job whose home is this service.", of_job,
+           static_cast<double>(here.size()));
+  to.Gauge("ballast_ranks_attached", "Those that a process has.", of_job,
+           count([](const RankProgress& rank) { return rank.attached; }));
+  to.Gauge("ballast_members_without_link",
+           "Other members of the job to which this service has no link; only its lead has any.",
+           of_job,
+           static_cast<double>(std::ranges::count_if(status.members, [](const MemberStatus& each) {
+             return !each.is_linked && !each.problem.empty();
+           })));
   // Those that have not sealed the open step, once another one has, or have not voted on it.
   const auto awaited = [&status](const RankProgress& rank) {
     return status.seconds_since_first_seal.has_value() &&
            !(status.phase == JobPhase::kVoting ? rank.voted : rank.sealed);
   };
   to.Gauge("ballast_ranks_awaited", "Ranks that others, which have sealed, wait for.", of_job,
-           static_cast<double>(std::count_if(status.ranks.begin(), status.ranks.end(), awaited)));
+           count(awaited));
   to.Gauge("ballast_awaiting_seconds", "Since when they wait; 0: none waits.", of_job,
            status.seconds_since_first_seal.value_or(0));
   to.Gauge("ballast_step_open_seconds", "Since when the step in progress is open; 0: none is.",
@@ -363,7 +374,7 @@ void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to
            {{"job_name", name}}, status.phase == JobPhase::kBroken ? 1 : 0);
   AddSteps(name, status, to);
   AddReports(job, status, to);
-  AddRanks(name, status, to);
+  AddRanks(name, job, status, to);
   AddMemory(name, status, to);
   AddSpeculation(name, status, to);
   AddSaves(job, status, checkpoints, to);

@@ -16,6 +16,7 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "proto/convert.h"
 #include "proto/message_json.h"
+#include "server/find_job.h"
 #include "server/jobs/job_message.h"
 #include "server/jobs/state_service.h"
 #include "server/jobs/trace_message.h"
@@ -154,6 +155,7 @@ absl::StatusOr<v1::StateSummary> SummaryMessage(std::shared_ptr<Job> job,
                                             parameter,
                                             "'; /api/parameters names those that it has"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckIsHere(*job, index));
   BALLAST_ASSIGN_OR_RETURN(const Snapshot snapshot, TakeSnapshotSoon(*job, index));
   return SummaryOf({.job = std::move(job), .index = index}, snapshot);
 }

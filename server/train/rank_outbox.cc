@@ -135,10 +135,11 @@ void RankOutbox::Close() {
   job = std::move(rank_.job);
 }
 
-void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
+void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks, const std::string& why) {
   v1::TrainResponse message;
   message.mutable_waiting()->set_step(step);
   message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
+  message.mutable_waiting()->set_why(why);
   Push(std::move(message));
 }
 

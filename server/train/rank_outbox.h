@@ -74,7 +74,7 @@ class RankOutbox final : public RankListener {
   // The worker has discarded its attempts before this one, and seals no more for now.
   void Discarded(StepAttempt at);
 
-  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks, const std::string& why) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
   void OnNorm(const StepNorm& norm) override;
   void OnVoteRefused(StepAttempt at, const absl::Status& why) override;

@@ -57,6 +57,16 @@ TEST(JobSpec, AMeshAndPlacementsSurviveTheWire) {
   EXPECT_EQ(ToProto(spec).parameters(1).placements(0), -1) << "Replicate, as the protocol has it";
 }
 
+TEST(JobSpec, MembersAndHomesSurviveTheWire) {
+  JobSpec spec = SomeJob();
+  spec.members = {{.address = "a:7070"}, {.address = "[fd00::1]:7070"}};
+  spec.homes = {1, 0};
+  const absl::StatusOr<JobSpec> read = FromProto(ToProto(spec));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read, spec);
+  EXPECT_EQ(ToProto(spec, /*with_parameters=*/false).homes(0), 1) << "Whoever lists jobs sees them";
+}
+
 TEST(JobSpec, UnderstandsBareNamesAndResourceNames) {
   v1::Job job = ToProto(SomeJob());
   EXPECT_EQ(job.name(), "jobs/gpt2");

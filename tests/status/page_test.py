@@ -81,7 +81,7 @@ class Page(unittest.TestCase):
         for attached, phase, state, said in ((0, "READY", "idle", None), (2, "READY", "between steps", "1 rank has no process."),
                                              (0, "OPEN", "gathering", "3 ranks have no process."), (3, "READY", "between steps", None)):
             self.assertEqual(self.browser.run(
-                "return import('/service.js').then(page => { const job = { ranks: [], saves: [], world_size: 3, attached_ranks: "
+                "return import('/service.js').then(page => { const job = { ranks: [], saves: [], home_ranks: 3, attached_ranks: "
                 "arguments[0], phase: arguments[1] }; return [page.stateOf(job)[0], page.trouble(job)?.[0] ?? null]; })",
                 attached, phase), [state, said], (attached, phase))
         self.see("/s")  # The pace, once there are two answers.

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import threading
-from typing import Any, Callable
+from typing import Any, Callable, Sequence, Union
 
 from . import _files
 from .errors import BallastError, error_of
@@ -16,6 +16,7 @@ from .errors import BallastError, error_of
 API_VERSION = 8
 OK = 0
 DEADLINE_EXCEEDED = 4
+Services = Union[str, Sequence[str]]  # An address, several with commas between, or a list or tuple of them.
 
 
 class HyperParameters(c.Structure):
@@ -206,14 +207,24 @@ def call_service(options: Options, method: str, request: dict[str, Any]) -> Any:
     return json.loads(answer.value)
 
 
-def service_options(service: str, timeout: float, wait: float, tls_ca: str | None, tls_cert: str | None,
+def services_of(service: Services) -> str:
+    """As the library takes them: with commas between, without spaces. TypeError if it is no Services."""
+    addresses = service.split(",") if isinstance(service, str) else service
+    is_list = isinstance(addresses, (list, tuple)) and len(addresses) > 0
+    if not is_list or not all(isinstance(address, str) for address in addresses):
+        raise TypeError(f"service is {service!r}; expected an address, such as \"host:7070\", or a list of addresses")
+    return ",".join(address.strip() for address in addresses)
+
+
+def service_options(service: Services, timeout: float, wait: float, tls_ca: str | None, tls_cert: str | None,
                     tls_key: str | None, token_file: str | None, **more) -> Options:
     """timeout: of one call. wait: how long a read-only call is retried. Files as in ballast.connect."""
     def path(file):
         return None if file is None else os.fsencode(file)
 
-    return sized(Options, service=service.encode(), wait_seconds=timeout, reconnect_timeout_seconds=wait,
-                 tls_ca=path(tls_ca), tls_cert=path(tls_cert), tls_key=path(tls_key), token_file=path(token_file), **more)
+    return sized(Options, service=services_of(service).encode(), wait_seconds=timeout,
+                 reconnect_timeout_seconds=wait, tls_ca=path(tls_ca), tls_cert=path(tls_cert), tls_key=path(tls_key),
+                 token_file=path(token_file), **more)
 
 
 def in_thread(running: concurrent.futures.Future, work: Callable[[], Any], kept: object = None) -> None:

@@ -25,12 +25,13 @@ _LEAVING_SECONDS = 2.0  # How long ended workers may take to be seen as gone.
 
 
 class Client:
-    """Reads a service, also during steps. Results are the messages of proto/ballast/v1 as JSON (client/README.md),
-    with bare names of jobs and groups. If the service is unreachable, reads wait up to `wait` seconds, because its
-    process may be restarting."""
+    """Reads a service, also during steps; of several, the first. Results are the messages of proto/ballast/v1 as JSON
+    (client/README.md), with bare names of jobs and groups. If the service is unreachable, reads wait up to `wait`
+    seconds, because its process may be restarting."""
 
-    def __init__(self, service: str, timeout: float = 600.0, *, wait: float = _WAIT, tls_ca: str | None = None,
-                 tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
+    def __init__(self, service: _native.Services, timeout: float = 600.0, *, wait: float = _WAIT,
+                 tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
+                 token_file: str | None = None):
         self.service, self.timeout, self.wait = service, timeout, wait
         self._files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
 
@@ -160,10 +161,10 @@ def _named(job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def connect(service: str = "127.0.0.1:7070", *, timeout: float = 600.0, tls_ca: str | None = None,
+def connect(service: _native.Services = "127.0.0.1:7070", *, timeout: float = 600.0, tls_ca: str | None = None,
             tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None) -> Client:
-    """A client of the service at "host:port" or "unix:/path". UnavailableError at once if it does not answer,
-    PermissionDeniedError if it refuses this caller.
+    """A client of the service at "host:port" or "unix:/path"; of several, "a:7070,b:7070" or a list, of the first.
+    UnavailableError at once if it does not answer, PermissionDeniedError if it refuses this caller.
 
     tls_ca: the authority of a service with TLS. tls_cert and tls_key, or token_file, identify this client. All are
     files. By default the variables BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and BALLAST_TOKEN_FILE name

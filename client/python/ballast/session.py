@@ -123,9 +123,11 @@ class Norm:
 
 
 class Session:
-    """A rank of a job on the service at `service` ("host:port" or "unix:/path"). weights: the addresses at which
-    each parameter's weights are written, row-major in the group's return dtype. Only elements that this rank owns
-    are written. The memory must stay until `close`; the session keeps `memory` for that.
+    """A rank of a job on the service at `service` ("host:port" or "unix:/path"). Several services hold a job
+    together: "a:7070,b:7070" or a list, the same on all ranks. Each gets consecutive ranks in even shares.
+
+    weights: the addresses at which each parameter's weights are written, row-major in the group's return dtype. Only
+    elements that this rank owns are written. The memory must stay until `close`; the session keeps `memory` for that.
 
     while_waiting is called about every 0.1 s while a call waits for other ranks or for the service. If it raises an
     exception, the wait and the session end.
@@ -142,7 +144,7 @@ class Session:
 
     Raises the errors of `ballast.errors`. Calls come one at a time, from any thread."""
 
-    def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
+    def __init__(self, service: _native.Services, job: Job, weights: Sequence[int | None], *, rank: int = 0,
                  job_uid: str | None = None, derive_from_uid: str | None = None,
                  derive_from_checkpoint: str | None = None, rejoin: bool = False, share_memory: bool = True,
                  join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,

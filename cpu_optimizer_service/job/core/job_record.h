@@ -25,6 +25,8 @@ struct JobIdentity {
   JobSpec spec;
   Derivation derivation;
   int member = 0;  // Which of spec.members this service is.
+  std::string lead_principal = {};  // Who has created this part; empty: unknown, or it leads.
+  uint64_t creation = 0;  // With several members: which of the lead's creations it is, by its clock.
 
   bool is_lead() const { return member == spec.lead(); }
 };
@@ -58,6 +60,7 @@ class FirstWeights {
   }
   // They are not complete before CompleteAll, even if none is missing.
   void Hold() { held_ = true; }
+  bool only_held() const { return held_ && missing_ == 0; }
   // The weights of two attempts do not mix. So until all have arrived, a rank that is taken again
   // misses its own.
   void Forget(int rank, absl::Span<const int> chunks) {
@@ -127,6 +130,8 @@ struct KeptDecision {
   bool coverage_complete = false;
   std::vector<HyperParameters> hyper_parameters;  // As StepUpdate's, as the next.
   std::vector<int64_t> update_counts;
+  // One per group, in force once it is carried out: an operator may have changed them meanwhile.
+  std::vector<HyperParameters> values_after;
   std::vector<double> group_norms;
   SpeculationCounts speculation;  // This member's.
   std::vector<uint64_t>
@@ -172,6 +177,7 @@ struct JobRecord {
   std::optional<PreviousState> previous;  // Absent: no step can be undone.
   uint64_t epoch = 1;                     // Of the current or next step.
   bool closed = false;
+  std::string closing;  // Why the job is closed at all members, which is not done yet; empty: no.
   std::optional<KeptLoad> loading;
   std::string torn_by;  // The load that did not end; empty: the state is complete.
   // By group: changes of UpdateGroup during a step; they follow its overrides.

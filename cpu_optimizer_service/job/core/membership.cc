@@ -39,12 +39,6 @@ absl::Status Membership::CheckAttachRequest(const AttachRequest& request) const 
                                                    core_.spec().name, ", whose world size is ",
                                                    core_.layout.world_size()));
   }
-  if (!core_.layout.has_rank(request.rank)) {
-    const int home = core_.spec().home(request.rank);
-    return absl::FailedPreconditionError(
-        absl::StrCat("rank ", request.rank, " of job ", core_.spec().name, " has its home at ",
-                     core_.spec().members[home].address, "; attach there"));
-  }
   if (request.process_id.empty() || request.process_id.size() > kMaxProcessIdBytes) {
     return absl::InvalidArgumentError(
         absl::StrCat("process_id must have 1 to ", kMaxProcessIdBytes, " bytes"));
@@ -65,6 +59,13 @@ absl::Status Membership::CheckAttachRequest(const AttachRequest& request) const 
               " (here: the service's job); close the job or train with the same description")),
           reason::kOtherDescription);
     }
+  }
+  // After the descriptions: where they differ, so may the homes.
+  if (!core_.layout.has_rank(request.rank)) {
+    const int home = core_.spec().home(request.rank);
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", request.rank, " of job ", core_.spec().name, " has its home at ",
+                     core_.spec().members[home].address, "; attach there"));
   }
   return absl::OkStatus();
 }

@@ -130,6 +130,7 @@ void JobImpl::Decide(Draft draft) {
       .micro_steps = sealed.micro_steps(),
       .hyper_parameters = draft.update.hyper_parameters,
       .update_counts = draft.update.update_counts,
+      .values_after = ValuesAfter(sealed.terms().settings, lead_.vote()),
       .group_norms = GroupNorms(lead_.summary()->group_sums, sealed.terms().settings.scale)};
   for (const Link& link : links_) decision.reports.push_back(link.report);
   if (draft.outcome.decision.apply) core_.bounds = draft.bounds;
@@ -174,16 +175,18 @@ void JobImpl::KeepDecision(KeptDecision decision, Draft draft) {
 
 // ---------------------------------------------------------------- the commit
 
-void JobImpl::TakeOverrides(const StepSettings& settings, const StepVote& vote) {
-  std::vector<HyperParameters>& values = core_.record.hyper_parameters;
+std::vector<HyperParameters> JobImpl::ValuesAfter(const StepSettings& settings,
+                                                  const StepVote& vote) const {
+  std::vector<HyperParameters> values = core_.record.hyper_parameters;
   // In the order in which they were said; what an operator has changed since the step began comes
   // last.
   for (const auto* said : {&settings.overrides, &vote.overrides}) {
     for (const auto& [group, overrides] : *said) values[group] = Apply(values[group], overrides);
   }
   for (int group = 0; group < core_.layout.group_count(); ++group) {
-    values[group] = Apply(values[group], std::exchange(core_.record.later_changes[group], {}));
+    values[group] = Apply(values[group], core_.record.later_changes[group]);
   }
+  return values;
 }
 
 void JobImpl::Commit(UpdatePlan plan) {
@@ -229,7 +232,12 @@ void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
       if (decided.update_counts[p] > 0) core_.record.update_counts[p] = decided.update_counts[p];
     }
   }
-  TakeOverrides(decided.terms.settings, decided.vote);
+  core_.record.hyper_parameters = std::move(decided.values_after);
+  // Those since the decision, too.
+  for (int group = 0; group < core_.layout.group_count(); ++group) {
+    HyperParameters& values = core_.record.hyper_parameters[group];
+    values = Apply(values, std::exchange(core_.record.later_changes[group], {}));
+  }
   core_.Move();
   core_.record.committed_step = decided.terms.step;
   core_.record.trainer_state =

@@ -128,9 +128,10 @@ Pending JobImpl::GiveWayTo(std::shared_ptr<JobImpl> derived, Done<bool> done) {
             core_.RunAfter([derived] { const JobCore::Section section(derived->core_); });
             break;
         }
+        closers_.push_back(std::move(done));
         CloseNow(absl::StrCat("job ", spec().name, " goes on as another one, uid ", derived->uid(),
                               ", which was derived from it"),
-                 std::move(done));
+                 /*everywhere=*/false);
       });
 }
 

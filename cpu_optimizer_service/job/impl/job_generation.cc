@@ -43,6 +43,8 @@ void JobImpl::RaiseTo(const Generation& generation, std::string why,
   core_.record.lost_part.clear();
   journal_.Keep();
   lead_.Begin(core_.record.committed_step + 1);
+  first_report_.reset();
+  told_norm_.reset();
   for (const int member : followers) links_[member].sink->Send({LeadWord::Raised{generation, why}});
   to_lead_.report.reset();
   to_lead_.wants_discard.reset();
@@ -91,6 +93,7 @@ KeptDecision JobImpl::SkipOf(absl::string_view why) const {
                   .unused_parameters = {}},
       .terms = terms,
       .hyper_parameters = terms.hyper_parameters,
+      .values_after = ValuesAfter(terms.settings, {}),
   };
   for (int rank = 0; rank < core_.layout.world_size(); ++rank) {
     skip.micro_steps = std::max(skip.micro_steps, machine_.part().rank(rank).micro_steps_ended);
@@ -114,6 +117,8 @@ void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> the
       [this, self = shared_from_this(), skip = std::move(skip), then = std::move(then)](
           absl::Status /*cleared*/) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
         StepOutcome outcome = skip.outcome;
+        // An operator may have changed them since.
+        skip.values_after = ValuesAfter(skip.terms.settings, {});
         ClearStep();
         core_.trace.Mark(TraceEventKind::kCommitted, outcome.step);
         RecordStep(std::move(skip), /*times=*/{});

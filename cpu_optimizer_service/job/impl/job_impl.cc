@@ -69,11 +69,13 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       machine_(core_.identity.spec, core_.layout),
       lead_(core_.identity.spec, core_.layout, FirstRanks(core_.identity.spec)),
       links_(spec().member_count()),
+      seats_(core_.identity.spec),
       executor_(core_, memory_, journal_, view_, members_.table, machine_),
       decider_(core_, memory_, executor_, machine_, lead_) {
   if (core_.environment.named_memory != nullptr) {
     memory_.need.other_bytes += KeptBytes(core_.layout, core_.environment.tasks->threads());
   }
+  if (!is_alone()) core_.first_weights.Hold();  // Until all members have theirs.
   core_.record.generation = core_.identity.generation;
   core_.record.update_counts.assign(core_.identity.spec.layout.parameters.size(), 0);
   core_.record.later_changes.resize(core_.identity.spec.groups.size());
@@ -82,18 +84,47 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
   }
 }
 
-absl::Status JobImpl::Allocate(JobImpl* origin) {
-  absl::Status status = AllocateParts();
+absl::Status JobImpl::OrWithoutSpeculation(absl::FunctionRef<absl::Status()> get) {
+  absl::Status status = get();
   // Of a job that is taken over nothing can be left out: its memory was made before.
-  const bool may_do_without = !journal_.is_taken_over();
-  if (absl::IsResourceExhausted(status) && memory_.need.speculation_bytes > 0 && may_do_without) {
-    // Without second versions, then. Also where the budget has room and the system has none: it
-    // limits the process's address space (ulimit -v), say.
-    memory_.speculation_refused = std::string(status.message());
-    memory_.need.speculation_bytes = 0;
-    status = AllocateParts();
+  const bool may_do_without = memory_.need.speculation_bytes > 0 && !journal_.is_taken_over();
+  if (!absl::IsResourceExhausted(status) || !may_do_without) return status;
+  memory_.speculation_refused = std::string(status.message());
+  memory_.need.speculation_bytes = 0;
+  // Memory goes before its share of the budget, so that no other job is admitted into memory that
+  // is still in use.
+  memory_.gradients.reset();
+  memory_.store.reset();
+  memory_.reservation = {};
+  return get();
+}
+
+absl::Status JobImpl::Reserve() {
+  return OrWithoutSpeculation([this] { return ReserveNeed(); });
+}
+
+absl::Status JobImpl::ReserveNeed() {
+  if (memory_.reservation.bytes() > 0) return absl::OkStatus();
+  std::string what = absl::StrCat("job ", spec().name);
+  if (memory_.need.previous_bytes > 0) {
+    absl::StrAppend(&what, ", with ", memory_.need.previous_bytes, " bytes for keep_previous,");
   }
-  BALLAST_RETURN_IF_ERROR(status);
+  BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation reservation,
+                           core_.environment.budget->Reserve(memory_.need.total_bytes(), what));
+  // The budget is the operator's limit; this asks what the machine and its control group have
+  // left.
+  if (core_.environment.named_memory != nullptr) {
+    BALLAST_RETURN_IF_ERROR(
+        core_.environment.named_memory->Admit(memory_.need.total_bytes(), what));
+  }
+  memory_.reservation = std::move(reservation);
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::Allocate(JobImpl* origin) {
+  // Without second versions also where the budget has room and the system has none: it limits the
+  // process's address space (ulimit -v), say.
+  BALLAST_RETURN_IF_ERROR(OrWithoutSpeculation([this] { return AllocateParts(); }));
   // A task, because a buffer may come back anywhere, under whatever lock.
   const auto start_parked = [weak = weak_from_this()] {
     const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
@@ -101,44 +132,31 @@ absl::Status JobImpl::Allocate(JobImpl* origin) {
   };
   memory_.weight_buffers = WeightBufferPool::Create(WeightBufferBytes(spec(), core_.layout),
                                                     WeightBufferCount(core_.layout), start_parked);
-  if (!journal_.is_taken_over()) {
-    if (const std::string& path = core_.identity.derivation.checkpoint; !path.empty()) {
-      BALLAST_RETURN_IF_ERROR(InheritCheckpoint(path, origin));
-    } else if (origin != nullptr) {
-      BALLAST_RETURN_IF_ERROR(Inherit(*origin));
-    }
+  if (journal_.is_taken_over()) return absl::OkStatus();
+  if (const std::string& path = core_.identity.derivation.checkpoint; !path.empty()) {
+    return InheritCheckpoint(path, origin);
   }
+  return origin != nullptr ? Inherit(*origin) : absl::OkStatus();
+}
+
+absl::Status JobImpl::Establish() {
   // The record is stored last: where a later process finds one it takes the job over, and refuses a
   // job of which a part is missing.
-  if (journal_.kept() == nullptr || journal_.is_taken_over()) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(journal_.kept()->StoreIdentity());
-  JobCore::Lock lock(core_);
-  journal_.Keep();
+  if (journal_.kept() != nullptr) BALLAST_RETURN_IF_ERROR(journal_.kept()->StoreIdentity());
+  const JobCore::Section section(core_);
+  if (journal_.kept() != nullptr) journal_.Keep();
+  is_established_ = true;
+  if (!is_alone()) SayStanding();
+  for (Early& each : std::exchange(early_, {})) {
+    HearNow(each.member, each.link, std::move(each.word));
+  }
   return absl::OkStatus();
 }
 
 absl::Status JobImpl::AllocateParts() {
   const std::string owner = absl::StrCat("job ", spec().name);
-  // An earlier try may have failed half way. Its memory goes before its share of the budget, so
-  // that no other job is admitted into memory that is still in use.
-  memory_.gradients.reset();
-  memory_.store.reset();
-  memory_.reservation = {};
   const bool is_there = journal_.is_taken_over();
-  if (!is_there) {
-    const std::string what = memory_.need.previous_bytes == 0
-                                 ? owner
-                                 : absl::StrCat(owner, ", with ", memory_.need.previous_bytes,
-                                                " bytes for keep_previous,");
-    BALLAST_ASSIGN_OR_RETURN(memory_.reservation,
-                             core_.environment.budget->Reserve(memory_.need.total_bytes(), what));
-    // The budget is the operator's limit; this asks what the machine and its control group have
-    // left.
-    if (core_.environment.named_memory != nullptr) {
-      BALLAST_RETURN_IF_ERROR(
-          core_.environment.named_memory->Admit(memory_.need.total_bytes(), what));
-    }
-  }
+  if (!is_there) BALLAST_RETURN_IF_ERROR(ReserveNeed());
   const auto progress =
       core_.BeginActivity(ActivityKind::kMakingMemory, memory_.need.total_bytes());
   const CountsIn here(*progress);
@@ -169,6 +187,11 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
     const std::optional<Uploader>& uploader) {
   BALLAST_ASSIGN_OR_RETURN(const bool are_all, origin_.Write(chunk, payload, uploader));
+  if (are_all && !is_alone()) {
+    const JobCore::Section section(core_);
+    SayStanding();
+    return core_.first_weights.complete();
+  }
   if (!are_all || derivation().uid.empty()) return are_all;
   core_.environment.take_place(Self());
   return false;
@@ -176,44 +199,13 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
 
 // ---------------------------------------------------------------- control
 
-void JobImpl::TellWaiting() {
-  Listeners sealed;
-  std::vector<int> awaited;
-  uint64_t step = 0;
-  {
-    JobCore::Lock lock(core_);
-    const StepAgreement* given = machine_.undecided();
-    // Where all have sealed, and the engine is at work, no rank waits for another one.
-    if (given == nullptr || !given->any_sealed() ||
-        machine_.stage() == StepMachine::Stage::kSealed) {
-      return;
-    }
-    const bool voting = machine_.stage() == StepMachine::Stage::kReported;
-    step = given->step();
-    awaited = voting ? given->RanksWithoutVote() : given->UnsealedRanks();
-    for (int rank = 0; rank < core_.layout.world_size(); ++rank) {
-      const RankInStep& state = given->ranks()[rank];
-      const bool waits = voting ? state.vote.has_value() : state.sealed.has_value();
-      if (waits && members_.table[rank].listener != nullptr)
-        sealed.push_back(members_.table[rank].listener);
-    }
-  }
-  if (awaited.empty()) return;  // All ranks of this member have voted: it waits for others.
-  for (const auto& listener : sealed) listener->OnWaiting(step, awaited);
-}
-
-std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
-  JobCore::Lock lock(core_);
-  // In other phases nobody waits for a rank, so no deadline applies.
-  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kReported)
-    return std::nullopt;
-  return machine_.between_steps() ? std::nullopt : clock_.SecondsSinceFirstSeal();
-}
-
 Pending JobImpl::AbortStep(Done<uint64_t> done) {
-  return core_.Enter(
+  const std::weak_ptr<Job> weak = weak_from_this();
+  const auto number = std::make_shared<uint64_t>(0);
+  const auto asked = std::make_shared<uint64_t>(0);
+  core_.Enter(
       Admission::kAbort, -1,
-      [this, self = shared_from_this(), done = std::move(done)](
+      [this, self = shared_from_this(), asked, done = std::move(done)](
           absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
         // Ranks of another member may have begun it.
         const bool is_begun_elsewhere = core_.gate.phase() == Phase::kIdle && !is_alone() &&
@@ -227,24 +219,39 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
         const std::string why =
             absl::StrCat("step ", step, " of job ", spec().name, " was aborted");
         if (!core_.identity.is_lead()) {
-          AskLead(why, [this, self, step, done = std::move(done)](
-                           absl::Status answered) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-            core_.Reply<uint64_t>(std::move(done), answered.ok()
-                                                       ? absl::StatusOr<uint64_t>(step)
-                                                       : absl::StatusOr<uint64_t>(answered));
-          });
+          *asked = AskLead(
+              why, [this, self, step, before = core_.record.generation, done = std::move(done)](
+                       absl::Status answered) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                // The lead had decided it.
+                if (answered.ok() && core_.record.generation == before) {
+                  answered = core_.StatusOf(Answer::kDecided);
+                }
+                core_.Reply<uint64_t>(std::move(done), answered.ok()
+                                                           ? absl::StatusOr<uint64_t>(step)
+                                                           : absl::StatusOr<uint64_t>(answered));
+              });
           return;
         }
         // What is still on its way must not meet the next attempt.
         GiveUpStep(why, [this, self, step, done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
                             job_lock) mutable { core_.Reply<uint64_t>(std::move(done), step); });
-      });
+      },
+      number);
+  return Pending([this, weak, number, asked] {
+    const std::shared_ptr<const Job> alive = weak.lock();
+    if (alive == nullptr) return;
+    JobCore::Section section(core_);
+    core_.gate.Cancel(*number);
+    CancelAsk(*asked);
+  });
 }
 
 absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
                                                      const HyperParameterOverrides& changes) {
   Check(group >= 0 && group < core_.layout.group_count(), "the group is one of the job's");
   JobCore::Section section(core_);
+  // Other members get it with the next decision.
+  BALLAST_RETURN_IF_ERROR(CheckLeads());
   BALLAST_RETURN_IF_ERROR(core_.CheckUsable());
   const HyperParameters changed = Apply(core_.record.hyper_parameters[group], changes);
   BALLAST_RETURN_IF_ERROR(
@@ -289,37 +296,6 @@ void JobImpl::TellStreams(const absl::Status& why) {
   for (const std::shared_ptr<RankListener>& listener : listeners) {
     if (listener != nullptr) listener->OnDetached(why);
   }
-}
-
-Pending JobImpl::Close(std::optional<Use> unused, Done<bool> done) {
-  return core_.Enter(
-      Admission::kClose, -1,
-      [this, self = shared_from_this(), unused, done = std::move(done)](absl::Status admitted)
-          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-            if (admitted.ok() && unused.has_value()) admitted = CheckUnused(*unused);
-            // Another call has closed the job: then this one is done, too.
-            if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
-            if (core_.gate.phase() == Phase::kClosed || !admitted.ok()) {
-              return core_.Reply<bool>(std::move(done), admitted.ok()
-                                                            ? absl::StatusOr<bool>(true)
-                                                            : absl::StatusOr<bool>(admitted));
-            }
-            CloseNow(absl::StrCat("job ", spec().name, " has been closed"), std::move(done));
-          });
-}
-
-void JobImpl::CloseNow(const std::string& why, Done<bool> done) {
-  RaiseGeneration(why, [this, self = Self(), done = std::move(done)]()
-                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-                             core_.gate.Close();
-                             // After this flip a later process finds no job, so that memory may
-                             // go part by part.
-                             core_.record.closed = true;
-                             journal_.Keep();
-                             core_.NotifyStepOver();
-                             core_.Tell(absl::StrCat("closed at step ", committed_step()));
-                             core_.Reply<bool>(std::move(done), true);
-                           });
 }
 
 absl::Status JobImpl::CheckUnused(const Use& unused) const {

@@ -15,6 +15,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job/core/job_core.h"
 #include "cpu_optimizer_service/job/core/job_memory.h"
 #include "cpu_optimizer_service/job/core/job_record.h"
@@ -22,6 +23,7 @@
 #include "cpu_optimizer_service/job/job.h"
 #include "cpu_optimizer_service/job/kept/journal.h"
 #include "cpu_optimizer_service/job/kept/kept_job.h"
+#include "cpu_optimizer_service/job/members/seats.h"
 #include "cpu_optimizer_service/job/members/words.h"
 #include "cpu_optimizer_service/job/state/loader.h"
 #include "cpu_optimizer_service/job/state/saver.h"
@@ -61,8 +63,12 @@ class JobImpl : public Job {
   static absl::StatusOr<std::shared_ptr<JobImpl>> Describe(JobIdentity identity,
                                                            const JobEnvironment& environment,
                                                            bool is_there = false);
-  // `origin`: the job that it is derived from; null: none, or from a checkpoint.
+  // Takes the job's share of the budget. RESOURCE_EXHAUSTED.
+  absl::Status Reserve();
+  // `origin`: the job that it is derived from; null: none, or from a checkpoint. Reserves, too.
   absl::Status Allocate(JobImpl* origin = nullptr);
+  // From here on a later process finds the job.
+  absl::Status Establish();
   // The job that an earlier process left in named memory under this uid, ready, with a decided step
   // completed. NOT_FOUND: the earlier process had not finished creating it. Other errors, in one
   // line: it cannot be taken over. `story` gets its history for the log.
@@ -90,13 +96,12 @@ class JobImpl : public Job {
   Pending Attach(AttachRequest request, Done<Attachment> done) override;
   Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
                      Done<std::unique_ptr<RankStream>> done) override;
-  absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder, FirstState state) override {
-    return origin_.Begin(holder, std::move(state));
-  }
+  absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder, FirstState state) override;
   absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
                                            absl::Span<const absl::Span<const std::byte>> payload,
                                            const std::optional<Uploader>& uploader) override;
   absl::StatusOr<StateWriter> BeginStateWrite(const RankHolder& holder, StateWrite write) override {
+    BALLAST_RETURN_IF_ERROR(CheckAlone("write state"));
     return writes_.Begin(holder, std::move(write));
   }
   absl::Status WriteStateChunk(const StateWriter& writer, int64_t chunk,
@@ -108,6 +113,7 @@ class JobImpl : public Job {
   }
   void DropStateWrite(const StateWriter& writer) override { writes_.Drop(writer); }
   absl::StatusOr<std::unique_ptr<StateWriting>> PrepareStateWrite(StateWrite write) override {
+    BALLAST_RETURN_IF_ERROR(CheckAlone("write state"));
     return writes_.Prepare(std::move(write));
   }
   Pending CommitStateWrite(std::shared_ptr<StateWriting> writing, Done<uint64_t> done) override {
@@ -125,16 +131,26 @@ class JobImpl : public Job {
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
   Pending Save(SaveRequest request, Done<CheckpointInfo> done) override {
+    if (absl::Status alone = CheckAlone("be saved"); !alone.ok()) {
+      std::move(done)(std::move(alone));
+      return {};
+    }
     return saver_.Save(std::move(request), std::move(done));
   }
   Pending Load(LoadRequest request, Done<CheckpointInfo> done) override {
+    if (absl::Status alone = CheckAlone("load a checkpoint"); !alone.ok()) {
+      std::move(done)(std::move(alone));
+      return {};
+    }
     return loader_.Load(std::move(request), std::move(done));
   }
   std::string StateHash() override;
 
   uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) override;
   uint64_t OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) override;
-  void CloseLink(uint64_t number) override;
+  void CloseLink(uint64_t number, const absl::Status& why) override;
+  Follow FollowOf(int member) const override;
+  void CannotReach(int member, const absl::Status& why) override;
   void HearMember(int member, uint64_t link, MemberWord word) override;
   void HearLead(uint64_t link, LeadWord word) override;
   absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
@@ -146,6 +162,14 @@ class JobImpl : public Job {
   TraceRecorder& trace() override { return core_.trace; }
   Use use() const override;
 
+  uint64_t creation() const { return core_.identity.creation; }
+  bool has_link_to_lead() const {
+    JobCore::Lock lock(core_);
+    return to_lead_.sink != nullptr;
+  }
+  int member() const { return core_.identity.member; }
+  const std::string& lead_principal() const { return core_.identity.lead_principal; }
+  bool is_lead() const { return core_.identity.is_lead(); }
   // No step has begun, and none is being decided.
   bool IsBetweenSteps() const;
   // A step has begun that no rank with a stream can finish.
@@ -153,8 +177,21 @@ class JobImpl : public Job {
   // Ends all streams with this, as a broken transport would.
   void TellStreams(const absl::Status& why);
   // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
-  // With `unused`: FAILED_PRECONDITION if it has been used since then, or has a stream.
-  Pending Close(std::optional<Use> unused, Done<bool> done);
+  // With `unused`: FAILED_PRECONDITION if it has been used since then, or has a stream. With `here`
+  // only this member's part. Otherwise the lead closes the job at all members and waits for them;
+  // another member: FAILED_PRECONDITION (OTHER_MEMBER_LEADS).
+  Pending Close(std::optional<Use> unused, bool here, Done<bool> done);
+  // Being closed, and some member has not closed its part yet.
+  bool is_closing() const {
+    JobCore::Lock lock(core_);
+    return !core_.record.closing.empty() && !core_.record.closed;
+  }
+  std::string WhoHasNotClosed() const;  // "member gpu3:7070"
+  // For all other members.
+  void TellAll(const LeadWord& word);
+  MemberSeats& seats() { return seats_; }
+  // This member's; `error`: why it has none.
+  MemberWord::Seat Seat(absl::Status error) const;
   // Closes this job and makes `derived` continue, in that order for a later process. False, without
   // a change: `derived` lacks weights again. FAILED_PRECONDITION: this job has advanced since, or
   // has a step in progress.
@@ -179,10 +216,20 @@ class JobImpl : public Job {
   Attachment PositionNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   Use UseNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status CheckUnused(const Use& unused) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Reserves memory_.need in the budget, then allocates it.
+  // Gets again without second versions, if those do not fit.
+  absl::Status OrWithoutSpeculation(absl::FunctionRef<absl::Status()> get);
+  // All that memory_.need says.
+  absl::Status ReserveNeed();
   absl::Status AllocateParts();
-  // Ends this job; its listeners get `why`.
-  void CloseNow(const std::string& why, Done<bool> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Ends this job; its listeners get `why`. With `everywhere` at the lead of others, it waits for
+  // these.
+  void CloseNow(const std::string& why, bool everywhere) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // It is over once all members have closed their parts, or, with `here`, now.
+  void EndClosing(bool here = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // UNIMPLEMENTED with several members: `what` would act on one of them alone.
+  absl::Status CheckAlone(absl::string_view what) const;
+  // FAILED_PRECONDITION (OTHER_MEMBER_LEADS).
+  absl::Status CheckLeads() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // ---- job_derive.cc. The first ones are called before any other code knows the job.
   // Its own state during a read (StopReading).
@@ -291,14 +338,22 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void AddToGradient(const Contribution& given, const RankMemory* memory, RedoLane* lane);
   // ---- job_members.cc
+  // Since when there is no link to another member, and why. At first there is one.
+  struct NoLink {
+    std::optional<std::chrono::steady_clock::time_point> since;
+    std::string why;
+
+    void Begin(const absl::Status& because);
+    // For people, after who is meant.
+    std::string Of(absl::string_view who) const;
+  };
   // At the lead, by member.
   struct Link {
     std::shared_ptr<WordSink<LeadWord>> sink;  // Null: there is no link.
     uint64_t number = 0;
-    // As of the member's last Standing and Report on it.
-    Generation generation = 0;
-    uint64_t committed_step = 0;
-    uint64_t report = 0;
+    MemberWord::Standing stands;  // Its last one on this link, without settings.
+    uint64_t report = 0;          // The number of its last one.
+    NoLink no_link;
   };
   // At another member.
   struct LeadLink {
@@ -311,9 +366,32 @@ class JobImpl : public Job {
     std::optional<MemberWord> report;  // Of the reported part.
     std::optional<int> wants_discard;
     uint64_t norm_round = 0;
+    NoLink no_link;
+    std::string waits;               // What the lead has said of the reported step.
     std::map<uint64_t, Asked> asks;  // Without an answer yet.
     uint64_t last_ask = 0;
   };
+  // Whom a step waits for, and who is to be told.
+  struct Awaited {
+    uint64_t step = 0;
+    std::vector<int> ranks;
+    std::string why;    // RankListener::OnWaiting.
+    Listeners waiting;  // Of ranks here.
+  };
+  // Of the ranks here; the lead's, of all ranks.
+  Awaited AwaitedHere() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  Awaited AwaitedByAll() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  std::string WaitsFor() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  std::vector<MemberStatus> MembersNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // This member's, if all of its first weights are there and may not be brought again meanwhile.
+  std::optional<FirstState> FirstStateHere() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The lead begins the job, once all members have their first weights.
+  void BeginIfAllHaveWeights() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void RefuseFirstStates(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Ends the ranks' streams.
+  void EndForOtherStates(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  FirstState StateNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void BeginWith(const FirstState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // What happens to the reported part where nothing else works on it: the lead decides, if it is
   // ready; the update is tried; the lead's decision is carried out.
   using NextForReported = std::variant<std::monostate, LeadWord::OfStep::Try, LeadWord::Decided>;
@@ -322,10 +400,16 @@ class JobImpl : public Job {
   bool is_reported() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
     return core_.gate.phase() == Phase::kReported;
   }
+  MemberWord::Seat SeatNow(absl::Status error) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   uint64_t DecidedStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The member has taken all that this lead has told it.
+  bool IsBehind(const MemberWord::Standing& stands) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Of the step after the decided one.
   StepLead& LeadOfStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   bool IsInStep(int member) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void HearNow(int member, uint64_t link, MemberWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Seat& seat, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToMember>& told)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TakeFrom(int member, MemberWord::Report& report, std::vector<ToMember>& told)
@@ -349,12 +433,18 @@ class JobImpl : public Job {
   // stood. UNAVAILABLE: ask again.
   uint64_t AskLead(std::optional<std::string> give_up, JobCore::Turn then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Its caller has gone.
+  void CancelAsk(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Takes the word in its turn.
   void Hear(LeadWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::OfStep& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Decided& decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Raised& raised) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Answer& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Begin& begin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::OtherStates& other) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Keep& /*keep*/) {}  // The engine's to hear, as the next.
+  void Take(LeadWord::Close& /*close*/) {}
   void TakeOfStep(uint64_t step, ToMember::Live& live) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TakeOfStep(uint64_t step, ToMember::OtherSettings& other)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -367,6 +457,8 @@ class JobImpl : public Job {
   void TakeOfStep(uint64_t step, LeadWord::OfStep::VoteAgain& again)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TakeOfStep(uint64_t step, LeadWord::OfStep::Try& tried)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeOfStep(uint64_t step, LeadWord::OfStep::Waits& waits)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The error of a rank that begins an attempt whose settings have been refused.
   absl::Status CheckSettings(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -394,8 +486,8 @@ class JobImpl : public Job {
   void Decide(LeadWord::Decided decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The commit point of this member.
   void KeepDecision(KeptDecision decision, Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Applies the changes of hyper-parameters by steps and operators, once the step is over.
-  void TakeOverrides(const StepSettings& settings, const StepVote& vote)
+  // The hyper-parameters once such a step is over: with its changes, and those by operators.
+  std::vector<HyperParameters> ValuesAfter(const StepSettings& settings, const StepVote& vote) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Commit(UpdatePlan plan);
   // For a step that is skipped, or whose chunks are all at their new state.
@@ -434,8 +526,20 @@ class JobImpl : public Job {
   StepMachine machine_ ABSL_GUARDED_BY(job_lock);
   StepLead lead_ ABSL_GUARDED_BY(job_lock);
   std::vector<Link> links_ ABSL_GUARDED_BY(job_lock);
+  MemberSeats seats_;
+  bool is_established_ ABSL_GUARDED_BY(job_lock) = false;
+  std::vector<Done<bool>> closers_ ABSL_GUARDED_BY(job_lock);  // They wait until it is closed.
+  // What members have said before Establish.
+  struct Early {
+    int member = 0;
+    uint64_t link = 0;
+    MemberWord word;
+  };
+  std::vector<Early> early_ ABSL_GUARDED_BY(job_lock);
   LeadLink to_lead_ ABSL_GUARDED_BY(job_lock);
   uint64_t last_link_ ABSL_GUARDED_BY(job_lock) = 0;
+  // Of the step that the lead has begun; of any member.
+  std::optional<StepClock::Time> first_report_ ABSL_GUARDED_BY(job_lock);
   NextForReported next_ ABSL_GUARDED_BY(job_lock);
   // The last attempt that this member's ranks began otherwise than others.
   struct RefusedSettings {
@@ -444,6 +548,7 @@ class JobImpl : public Job {
     absl::Status why;
   };
   RefusedSettings refused_settings_ ABSL_GUARDED_BY(job_lock);
+  absl::Status other_states_ ABSL_GUARDED_BY(job_lock);   // Of the last first weights.
   std::string raised_because_ ABSL_GUARDED_BY(job_lock);  // The last generation.
   StepClock clock_ ABSL_GUARDED_BY(job_lock);
   std::optional<StepNorm> told_norm_ ABSL_GUARDED_BY(job_lock);  // The last one.

@@ -14,7 +14,8 @@ namespace ballast {
 
 uint64_t JobImpl::OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) {
   const JobCore::Section section(core_);
-  links_[member] = {.sink = std::move(sink), .number = ++last_link_};
+  if (links_[member].sink != nullptr) links_[member].sink->Replaced();
+  links_[member] = {.sink = std::move(sink), .number = ++last_link_, .stands = {}, .no_link = {}};
   // What it has reported on an older link, it reports again on this one.
   LeadOfStep().Withdraw(member);
   return last_link_;
@@ -22,20 +23,28 @@ uint64_t JobImpl::OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord
 
 uint64_t JobImpl::OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) {
   const JobCore::Section section(core_);
+  if (to_lead_.sink != nullptr) to_lead_.sink->Replaced();
   to_lead_.sink = std::move(sink);
   to_lead_.number = ++last_link_;
+  to_lead_.no_link = {};
+  Say({SeatNow(absl::OkStatus())});
   SayStanding();
   if (to_lead_.report.has_value()) Say(*to_lead_.report);
   for (const auto& [id, ask] : to_lead_.asks) Say(ask.word);
   return last_link_;
 }
 
-void JobImpl::CloseLink(uint64_t number) {
+void JobImpl::CloseLink(uint64_t number, const absl::Status& why) {
   const JobCore::Section section(core_);
-  if (to_lead_.number == number) to_lead_.sink = nullptr;
+  if (to_lead_.number == number) {
+    to_lead_.sink = nullptr;
+    to_lead_.no_link.Begin(why);
+  }
   for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
     if (links_[member].number != number) continue;
     links_[member] = {};
+    links_[member].no_link.Begin(why);
+    seats_.Lose(member, why);
     LeadOfStep().Withdraw(member);
   }
 }
@@ -48,13 +57,26 @@ uint64_t JobImpl::DecidedStep() const {
 }
 
 StepLead& JobImpl::LeadOfStep() {
-  if (lead_.step() != DecidedStep() + 1) lead_.Begin(DecidedStep() + 1);
+  if (lead_.step() != DecidedStep() + 1) {
+    lead_.Begin(DecidedStep() + 1);
+    first_report_.reset();
+  }
   return lead_;
 }
 
 void JobImpl::HearMember(int member, uint64_t link, MemberWord word) {
   const JobCore::Section section(core_);
-  if (links_[member].number != link || core_.gate.phase() == Phase::kClosed) return;
+  HearNow(member, link, std::move(word));
+}
+
+void JobImpl::HearNow(int member, uint64_t link, MemberWord word) {
+  if (links_[member].number != link) return;
+  const bool is_seat = std::holds_alternative<MemberWord::Seat>(word.what);
+  if (!is_seat && !is_established_) {
+    early_.push_back({member, link, std::move(word)});
+    return;
+  }
+  if (core_.gate.phase() == Phase::kClosed && !is_seat) return;
   std::vector<ToMember> told;
   std::visit([&](auto& what)
                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { TakeFrom(member, what, told); },
@@ -65,17 +87,21 @@ void JobImpl::HearMember(int member, uint64_t link, MemberWord word) {
 
 void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToMember>& told) {
   Link& link = links_[member];
-  link.generation = stands.generation;
-  link.committed_step = stands.committed_step;
+  link.stands = stands;
+  link.stands.settings.reset();
+  const bool has_weights = core_.first_weights.complete();
   const uint64_t decided = DecidedStep();
-  if (stands.generation > core_.record.generation || stands.committed_step > decided) {
+  if (stands.generation > core_.record.generation || (stands.has_weights && !has_weights) ||
+      (stands.has_weights && stands.committed_step > decided)) {
     // It has followed another lead, or this one is not what it was.
     return core_.Tell(absl::StrCat(
         "member ", spec().members[member].address, " is at step ", stands.committed_step,
         " of generation ", ToString(stands.generation), ", ahead of its lead at step ", decided,
         " of ", ToString(core_.record.generation), "; close the job at both"));
   }
-  if (stands.committed_step < decided) return TellDecision(member);
+  // What it is told first, it stands behind before it hears the rest.
+  if (has_weights && !stands.has_weights) return link.sink->Send({LeadWord::Begin{StateNow()}});
+  if (has_weights && stands.committed_step < decided) return TellDecision(member);
   if (stands.generation < core_.record.generation) {
     return link.sink->Send({LeadWord::Raised{
         core_.record.generation,
@@ -83,6 +109,7 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
                                                ToString(core_.record.generation), "; attach again")
                                 : raised_because_}});
   }
+  if (!has_weights) return BeginIfAllHaveWeights();
   StepLead& lead = LeadOfStep();
   lead.Stand(member, stands.attempt, stands.by, stands.settings, told);
   if (!stands.wants_discard.has_value() || stands.attempt < lead.attempt()) return;
@@ -92,16 +119,22 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
   told.push_back({member, ToMember::Live{.attempt = next, .by = *stands.wants_discard}});
 }
 
+bool JobImpl::IsBehind(const MemberWord::Standing& stands) const {
+  const bool has_weights = core_.first_weights.complete();
+  return stands.generation == core_.record.generation && stands.has_weights == has_weights &&
+         (!has_weights || stands.committed_step == DecidedStep());
+}
+
 bool JobImpl::IsInStep(int member) const {
-  const Link& link = links_[member];
-  return link.generation == core_.record.generation && link.committed_step == DecidedStep();
+  return links_[member].sink != nullptr && IsBehind(links_[member].stands);
 }
 
 void JobImpl::TakeFrom(int member, MemberWord::Report& report, std::vector<ToMember>& told) {
   if (!IsInStep(member)) return;
   links_[member].report = report.number;
-  LeadOfStep().Report(member, report.attempt, std::move(report.report), std::move(report.vote),
-                      told);
+  StepLead& lead = LeadOfStep();
+  if (!first_report_.has_value()) first_report_ = std::chrono::steady_clock::now();
+  lead.Report(member, report.attempt, std::move(report.report), std::move(report.vote), told);
 }
 
 void JobImpl::TakeFrom(int member, MemberWord::Checked& checked, std::vector<ToMember>& told) {
@@ -121,14 +154,16 @@ void JobImpl::TakeFrom(int member, MemberWord::Ask& ask, std::vector<ToMember>& 
   const auto answer = [this, member, link = links_[member].number,
                        id = ask.id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
     if (links_[member].number != link) return;  // It asks again.
-    links_[member].sink->Send({LeadWord::Answer{
-        .id = id, .generation = core_.record.generation, .committed_step = DecidedStep()}});
+    links_[member].sink->Send({LeadWord::Answer{.id = id,
+                                                .generation = core_.record.generation,
+                                                .committed_step = DecidedStep(),
+                                                .has_weights = core_.first_weights.complete()}});
   };
   // Where the answer was lost it is asked again, in the generation that has ended since.
-  const auto is_lost = [this, generation = ask.generation, step = ask.committed_step]()
-                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
-                             return generation == core_.record.generation && step == DecidedStep();
-                           };
+  const auto is_lost = [this, stood = MemberWord::Standing{.generation = ask.generation,
+                                                           .committed_step = ask.committed_step,
+                                                           .has_weights = ask.has_weights}]()
+                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return IsBehind(stood); };
   if (!ask.give_up.has_value() || !is_lost()) return answer();
   core_.EnterHere(
       Admission::kAttach, -1,
@@ -172,7 +207,8 @@ void JobImpl::TellDecision(int member) {
   const Link& link = links_[member];
   const auto& decision =
       core_.record.decision.has_value() ? core_.record.decision : core_.record.last_decision;
-  const bool is_next = decision.has_value() && decision->terms.step == link.committed_step + 1;
+  const bool is_next =
+      decision.has_value() && decision->terms.step == link.stands.committed_step + 1;
   if (link.sink != nullptr && is_next) {
     link.sink->Send({LeadWord::Decided{decision->reports[member], *decision}});
   }
@@ -186,7 +222,10 @@ void JobImpl::Say(MemberWord word) {
 
 void JobImpl::SayStanding() {
   MemberWord::Standing stands = {.generation = core_.record.generation,
-                                 .committed_step = core_.record.committed_step};
+                                 .committed_step = core_.record.committed_step,
+                                 .has_weights = core_.first_weights.complete(),
+                                 .first_state = FirstStateHere(),
+                                 .fits_any_state = core_.layout.chunks().empty()};
   if (const StepAgreement* given = machine_.undecided(); given != nullptr) {
     stands.attempt = given->attempt();
     stands.by = given->live_since();
@@ -194,6 +233,7 @@ void JobImpl::SayStanding() {
     if (is_reported()) stands.wants_discard = to_lead_.wants_discard;
   }
   if (!core_.identity.is_lead()) return Say({std::move(stands)});
+  if (!stands.has_weights) return BeginIfAllHaveWeights();
   std::vector<ToMember> told;
   LeadOfStep().Stand(core_.identity.member, stands.attempt, stands.by, stands.settings, told);
   TellMembers(std::move(told));
@@ -210,14 +250,28 @@ void JobImpl::SayVote() {
 }
 
 uint64_t JobImpl::AskLead(std::optional<std::string> give_up, JobCore::Turn then) {
+  if (core_.gate.phase() == Phase::kClosed) {
+    std::move(then)(core_.StatusOf(Answer::kClosed));
+    return 0;
+  }
   const uint64_t id = ++to_lead_.last_ask;
   MemberWord word = {MemberWord::Ask{.id = id,
                                      .generation = core_.record.generation,
                                      .committed_step = core_.record.committed_step,
+                                     .has_weights = core_.first_weights.complete(),
                                      .give_up = std::move(give_up)}};
-  Say(word);
-  to_lead_.asks.emplace(id, LeadLink::Asked{std::move(word), std::move(then)});
+  to_lead_.asks.emplace(id, LeadLink::Asked{word, std::move(then)});
+  // From here on the rank that asks may bring other first weights.
+  if (core_.first_weights.only_held()) SayStanding();
+  Say(std::move(word));
   return id;
+}
+
+void JobImpl::CancelAsk(uint64_t id) {
+  auto ask = to_lead_.asks.extract(id);
+  if (ask.empty()) return;
+  std::move(ask.mapped().then)(core_.StatusOf(std::nullopt));
+  if (core_.first_weights.only_held()) SayStanding();
 }
 
 // ---------------------------------------------------------------- a member hears
@@ -346,10 +400,12 @@ void JobImpl::Take(LeadWord::Answer& answer) {
   JobCore::Turn then = std::move(found->second.then);
   to_lead_.asks.erase(found);
   // Words come in their order, so this member has taken all that the answer is behind.
-  const bool is_there = answer.generation == core_.record.generation &&
-                        answer.committed_step == core_.record.committed_step;
+  const bool is_there = IsBehind({.generation = answer.generation,
+                                  .committed_step = answer.committed_step,
+                                  .has_weights = answer.has_weights});
   std::move(then)(is_there ? absl::OkStatus()
                            : absl::UnavailableError("the job's lead has gone on meanwhile"));
+  if (core_.first_weights.only_held()) SayStanding();
 }
 
 // ---------------------------------------------------------------- going on
@@ -395,6 +451,7 @@ void JobImpl::ForgetReport() {
   if (core_.identity.is_lead()) LeadOfStep().Withdraw(core_.identity.member);
   to_lead_.report.reset();
   to_lead_.wants_discard.reset();
+  to_lead_.waits.clear();
   next_ = {};
   // Before anything more of the step is taken: what was reported is not what there is then.
   if (std::exchange(core_.record.prepared, std::nullopt).has_value()) journal_.Keep();

@@ -77,9 +77,7 @@ Pending JobImpl::Attach(AttachRequest request, Done<Attachment> done) {
     if (alive == nullptr) return;
     JobCore::Section section(core_);
     core_.gate.Cancel(waits->turn);
-    if (auto ask = to_lead_.asks.extract(waits->ask); !ask.empty()) {
-      std::move(ask.mapped().then)(core_.StatusOf(std::nullopt));
-    }
+    CancelAsk(waits->ask);
   });
 }
 

@@ -95,6 +95,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
   std::optional<KeptLoad> loading;
   {
     JobCore::Lock lock(core_);
+    is_established_ = true;
     core_.record = journal_.kept()->TakeRecord();
     const std::vector<KeptJob::Rank> ranks = journal_.kept()->TakeRanks();
     if (core_.record.hyper_parameters.size() != spec().groups.size() ||
@@ -147,6 +148,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       BALLAST_RETURN_IF_ERROR(writes_.TakeOver(story));
       BALLAST_RETURN_IF_ERROR(TakeOverStep(story));
     }
+    if (!core_.record.closing.empty()) core_.gate.Close();
     if (!core_.record.lost_part.empty()) AskLead(core_.record.lost_part, [](absl::Status) {});
   }
   {

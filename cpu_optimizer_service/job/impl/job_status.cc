@@ -100,6 +100,10 @@ JobStatus JobImpl::Status() const {
       break;
   }
   if (!core_.first_weights.complete()) status.phase = JobPhase::kAwaitingWeights;
+  if (!other_states_.ok()) {
+    status.phase = JobPhase::kBroken;
+    status.problem = std::string(other_states_.message());
+  }
   if (core_.gate.state().torn) {
     status.phase = JobPhase::kBroken;
     status.problem = std::string(core_.StatusOf(Answer::kTorn).message());
@@ -108,6 +112,8 @@ JobStatus JobImpl::Status() const {
   for (int rank = 0; rank < members_.table.size(); ++rank) {
     status.ranks.push_back(ProgressOf(rank));
   }
+  status.members = MembersNow();
+  status.waits_for = WaitsFor();
   status.rank_memory_bytes = RankMemoryBytesNow();
   status.saves = saver_.UnderWay();
   status.save_counts = saver_.counts();

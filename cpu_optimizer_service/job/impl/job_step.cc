@@ -23,6 +23,13 @@ StepBefore JobImpl::Before() const {
 
 absl::Status JobImpl::CheckHasWeights() const {
   if (core_.first_weights.complete()) return absl::OkStatus();
+  if (!other_states_.ok()) return other_states_;
+  if (core_.first_weights.only_held()) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "job ", spec().name, " has not begun: ranks of other members upload their weights")),
+        reason::kNoWeightsYet);
+  }
   return WithReason(absl::FailedPreconditionError(absl::StrCat(
                         "job ", spec().name, " has no weights yet: ", core_.first_weights.missing(),
                         " of ", core_.layout.chunks().size(), " chunks have not been uploaded")),

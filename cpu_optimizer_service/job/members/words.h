@@ -1,8 +1,8 @@
 // What the lead and the other members of a job say to each other.
 //
 // A link carries words in order. It may end at any time, and the words that are on it are lost.
-// Then the lead opens a new one. On that each end says all that the other has to know: so no word
-// is acknowledged. Both ends take words from the newest link only.
+// Then the lead opens a new one, with Follow. On that each end says all that the other has to know:
+// so no word is acknowledged. Both ends take words from the newest link only.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_MEMBERS_WORDS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_MEMBERS_WORDS_H_
 
@@ -20,12 +20,38 @@
 
 namespace ballast {
 
+// What a link is for: the lead says it when it opens one.
+struct Follow {
+  std::string uid;
+  JobSpec spec;
+  int member = 0;       // Which of spec.members is meant.
+  bool is_new = false;  // The job is being created. Otherwise the member has its part.
+  uint64_t creation = 0;  // Rises with every creation by this lead.
+};
+
 // To the lead.
 struct MemberWord {
-  // Where the member stands: the first word on a link, and again whenever that changes.
+  // Whether the member has its part of the job. The first word on a link, and again as it changes.
+  struct Seat {
+    enum class State : uint8_t {
+      kNone,      // No, because of `error`; OK: its part has been closed.
+      kReserved,  // There is room for it, reserved as long as this link.
+      kKept,      // Yes, and it outlives the link.
+    };
+    State state = State::kNone;
+    absl::Status error;
+    // For kReserved, and kNone for lack of room.
+    int64_t needed_bytes = 0;
+    int64_t free_bytes = 0;  // Without this part.
+  };
+  // Where the member stands: said first once its part is kept, and again whenever that changes.
   struct Standing {
     Generation generation;
     uint64_t committed_step = 0;
+    bool has_weights = false;  // The job has begun here. Otherwise committed_step has no meaning.
+    // All of the first weights for its part are there, of this state. The lead may begin the job.
+    std::optional<FirstState> first_state;
+    bool fits_any_state = false;  // There are none for its part.
     // In the step after that.
     uint32_t attempt = 0;                  // The live one here,
     int by = 0;                            // which this rank's discard has begun,
@@ -55,12 +81,13 @@ struct MemberWord {
   // The member asks where the job stands, or for a new generation.
   struct Ask {
     uint64_t id = 0;
-    Generation generation;  // The member's, as the next.
+    Generation generation;  // The member's, as the next two.
     uint64_t committed_step = 0;
+    bool has_weights = false;            // As in Standing.
     std::optional<std::string> give_up;  // Why the step after that is lost.
   };
 
-  std::variant<Standing, Report, Checked, Vote, Tried, Ask> what;
+  std::variant<Seat, Standing, Report, Checked, Vote, Tried, Ask> what;
 };
 
 // From the lead.
@@ -80,11 +107,16 @@ struct LeadWord {
       uint64_t round = 0;
       Draft draft;
     };
+    // To a member that has reported: the step waits for these ranks.
+    struct Waits {
+      std::vector<int> ranks;
+      std::string why;
+    };
     Generation generation;
     uint64_t step = 0;
     std::variant<ToMember::Live, ToMember::OtherSettings, ToMember::Refused, ToMember::CheckUses,
-                 Norm, VoteAgain, Try>
-        what;
+                 Norm, VoteAgain, Try, Waits>
+        what = ToMember::Live();
   };
   // The step is decided, from the member's report of this number among others.
   struct Decided {
@@ -101,17 +133,35 @@ struct LeadWord {
     uint64_t id = 0;
     Generation generation;
     uint64_t committed_step = 0;
+    bool has_weights = false;
+  };
+  // All members have room: makes the part's memory, and keeps it.
+  struct Keep {};
+  // All members have their first weights, of this state: the job begins with them.
+  struct Begin {
+    FirstState state;
+  };
+  // They are of different states: the ranks have to bring others. FAILED_PRECONDITION. A new
+  // generation follows.
+  struct OtherStates {
+    absl::Status why;
+  };
+  // The job is over, or was not created.
+  struct Close {
+    std::string why;
   };
 
-  std::variant<OfStep, Decided, Raised, Answer> what;
+  std::variant<OfStep, Decided, Raised, Answer, Keep, Begin, OtherStates, Close> what;
 };
 
-// An end of a link. Send only queues the word: it is called with the job's lock.
+// An end of a link. Both calls only queue: they come with the job's lock.
 template <typename Word>
 class WordSink {
  public:
   virtual ~WordSink() = default;
   virtual void Send(Word word) = 0;
+  // A newer link has taken this one's place. Its other end has to hear of that.
+  virtual void Replaced() {}
 };
 
 }  // namespace ballast

@@ -99,7 +99,7 @@ absl::Status Saver::CheckMaySave(const SaveRequest& request) const {
 }
 
 void Saver::SaveIfDue() {
-  if (core_.environment.checkpoints == nullptr) return;
+  if (core_.environment.checkpoints == nullptr || core_.spec().member_count() > 1) return;
   const uint64_t step = core_.record.committed_step;
   const CheckpointPolicy& policy = core_.environment.checkpoints->policy();
   const SaveSchedule::Time now = Saving::Clock::now();

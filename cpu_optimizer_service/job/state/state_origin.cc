@@ -176,8 +176,9 @@ absl::StatusOr<bool> StateOrigin::Write(int64_t index,
   core_.first_weights.Arrive(index);
   Show();
   if (core_.first_weights.missing() > 0) return false;
-  // A derived job is complete once it takes the place of its origin.
-  if (core_.identity.derivation.uid.empty()) Complete();
+  // A derived job is complete once it takes the place of its origin, and one with several members
+  // once all of them have theirs.
+  if (core_.identity.derivation.uid.empty() && core_.spec().member_count() == 1) Complete();
   return true;
 }
 

@@ -30,6 +30,14 @@ void StateTrial::Add(const JobSpec& spec, const StateTrial& other) {
   if (other.first_.has_value()) Add(spec, *other.first_);
 }
 
+bool StateTrial::Fits(const JobSpec& spec) const {
+  if (largest_.size() != spec.groups.size()) return false;
+  if (!first_.has_value()) return true;
+  const int parameter = first_->gradient.parameter;
+  return parameter >= 0 && parameter < static_cast<int>(spec.layout.parameters.size()) &&
+         first_->plane <= Plane::kMaxExpAvgSq;
+}
+
 void StateTrial::Settle(const JobSpec& spec, Draft& draft) const {
   for (size_t group = 0; group < draft.bounds.size(); ++group) {
     if (!draft.bounds[group].finite()) draft.bounds[group] = largest_[group];

@@ -25,6 +25,7 @@ struct StateOverflow {
 
 class StateTrial {
  public:
+  StateTrial() = default;
   explicit StateTrial(int groups) : largest_(groups, {.master = 0, .exp_avg = 0, .exp_avg_sq = 0}) {}
 
   // The largest magnitudes of some of a group's state.
@@ -36,7 +37,14 @@ class StateTrial {
   // The bounds of the draft's unsettled groups become the measured magnitudes, or it becomes a skip.
   void Settle(const JobSpec& spec, Draft& draft) const;
 
+  // Whether it may be a trial of this job.
+  bool Fits(const JobSpec& spec) const;
+
  private:
+  template <typename Each>
+  friend void Fields(Each&& each, StateTrial& v) {
+    each(v.largest_, v.first_);
+  }
   std::vector<StateBounds> largest_;     // By group.
   std::optional<StateOverflow> first_;   // By (group, parameter, element).
 };

@@ -4,6 +4,8 @@
 #include <map>
 #include <utility>
 
+#include "cpu_optimizer_service/common/job_spec.h"
+
 namespace ballast {
 
 bool StepUses::Add(uint32_t micro_step, const UsedParameters& used) {
@@ -80,6 +82,44 @@ void StepUses::Clear() {
   used_.assign(used_.size(), false);
   uses_.clear();
   sets_ = 0;
+}
+
+StepUses::Sent StepUses::ToSent() const {
+  Sent sent;
+  std::map<const std::vector<bool>*, uint32_t> sets;
+  for (const Uses& uses : uses_) {
+    if (uses.some == nullptr) {
+      sent.uses.push_back(uses.all ? Sent::kAll : Sent::kNone);
+      continue;
+    }
+    const auto [set, is_new] =
+        sets.try_emplace(uses.some.get(), static_cast<uint32_t>(sent.sets.size()));
+    if (is_new) sent.sets.push_back(*uses.some);
+    sent.uses.push_back(set->second);
+  }
+  return sent;
+}
+
+std::optional<StepUses> StepUses::FromSent(int64_t parameters, const Sent& sent) {
+  StepUses made(parameters);
+  if (sent.uses.size() > kMaxMicroSteps) return std::nullopt;
+  made.uses_.resize(sent.uses.size());
+  std::vector<Set> sets;
+  for (const std::vector<bool>& set : sent.sets) {
+    if (static_cast<int64_t>(set.size()) != parameters) return std::nullopt;
+    sets.push_back(std::make_shared<const std::vector<bool>>(set));
+    for (size_t p = 0; p < set.size(); ++p) made.used_[p] = made.used_[p] || set[p];
+  }
+  if (sets.size() > kMaxUsedSets) return std::nullopt;
+  made.sets_ = sets.size();
+  for (uint32_t m = 0; m < sent.uses.size(); ++m) {
+    const uint32_t use = sent.uses[m];
+    if (use == Sent::kNone) continue;
+    if (use != Sent::kAll && use >= sets.size()) return std::nullopt;
+    if (use == Sent::kAll) made.used_.assign(parameters, true);
+    made.uses_[m] = {.all = use == Sent::kAll, .some = use == Sent::kAll ? nullptr : sets[use]};
+  }
+  return made;
 }
 
 std::optional<uint32_t> StepUses::FirstUse(int parameter, uint32_t begin, uint32_t end) const {

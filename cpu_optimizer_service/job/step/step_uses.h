@@ -15,6 +15,7 @@ namespace ballast {
 
 class StepUses {
  public:
+  StepUses() = default;
   explicit StepUses(int64_t parameters) : used_(parameters, false) {}
 
   // A rank's in a micro-step. False, and nothing is added: there would be more than kMaxUsedSets
@@ -24,6 +25,19 @@ class StepUses {
   bool Merge(const StepUses& other);
   void Clear();
 
+  // All of it, to send.
+  struct Sent {
+    std::vector<std::vector<bool>> sets;  // By parameter.
+    // By micro-step: which set; or one of these two.
+    std::vector<uint32_t> uses;
+    static constexpr uint32_t kNone = 0xffffffff;
+    static constexpr uint32_t kAll = 0xfffffffe;
+  };
+  Sent ToSent() const;
+  // nullopt: it is not of so many parameters, or too large.
+  static std::optional<StepUses> FromSent(int64_t parameters, const Sent& sent);
+
+  int64_t parameters() const { return static_cast<int64_t>(used_.size()); }
   // In some micro-step.
   bool used(int parameter) const { return used_[parameter]; }
   // The first micro-step in [begin, end) in which it was.

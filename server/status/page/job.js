@@ -47,8 +47,8 @@ function ranks(job) {
       element("span", { class: "mono quiet" }, rank.process_id || "–"),
     ], { class: rank.awaited ? "awaited" : null, "data-key": rank.rank });
   });
-  const hint = `${job.attached_ranks} of ${job.world_size} have a process` +
-    (job.ranks.length < job.world_size ? `; ${job.ranks.length} are shown` : "");
+  const hint = `${job.attached_ranks} of ${job.home_ranks} have a process` +
+    (job.ranks.length < job.home_ranks ? `; ${job.ranks.length} are shown` : "");
   return card("ranks", "Ranks", hint,
     table(["Rank", "State", "Chunks sent", ["Micro-steps ended"], "Still to come", "Path", "Process"], rows));
 }

@@ -44,7 +44,7 @@ class ServiceView {
     return element("li", { "data-key": name }, element("a", { href: `/?${new URLSearchParams({ job: name })}` },
       element("span", { class: "name" }, name),
       element("span", { class: "state" }, element("span", { class: `pill ${kind}` }, word)),
-      cell("ranks", `${job.attached_ranks} of ${job.world_size}`),
+      cell("ranks", `${job.attached_ranks} of ${job.home_ranks}`),
       cell("step", count(job.committed_step)),
       cell("pace", perSecond(rate(job.uid, job.committed_step))),
       cell("gradient norm", spark(job.recent_steps.map(({ norm }) => finite(norm)))),

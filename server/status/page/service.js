@@ -81,6 +81,7 @@ export function stateOf(job) {
 // What a person should know first: [text, class], or null.
 export function trouble(job) {
   if (job.problem) return [job.problem, "bad"];
+  if (job.waits_for) return [`Step ${job.committed_step + 1} waits: ${job.waits_for}.`, "wait"];
   if (overdue(job)) {
     const awaited = job.ranks.filter((rank) => isAwaited(rank, job)).map(({ rank }) => rank);
     const names = awaited.slice(0, MOST_AWAITED).join(", ") + (awaited.length > MOST_AWAITED ? " and others" : "");
@@ -96,8 +97,8 @@ export function trouble(job) {
   const hung = job.saves.find((save) => save.seconds_since_progress > 10);
   if (hung) return [`The save to ${hung.directory} has got no further for ${seconds(hung.seconds_since_progress)}.`, "wait"];
   if (job.phase === "AWAITING_WEIGHTS") return ["First weights have not all arrived.", "wait"];
-  if (job.phase !== "CLOSED" && job.attached_ranks < job.world_size && !idle(job)) {
-    return [`${plural(job.world_size - job.attached_ranks, "rank has", "ranks have")} no process.`, "wait"];
+  if (job.phase !== "CLOSED" && job.attached_ranks < job.home_ranks && !idle(job)) {
+    return [`${plural(job.home_ranks - job.attached_ranks, "rank has", "ranks have")} no process.`, "wait"];
   }
   return null;
 }

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/ballast.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/client/c_api/c_refused.h"
 #include "tests/support/plain_adamw.h"
 #include "tests/support/service_for_tests.h"
@@ -842,6 +843,42 @@ TEST_F(CApi, AServiceThatIsNotThereIsUnavailable) {
   CRank rank("nowhere", "unix:/no/such/socket");
   rank.options().join_timeout_seconds = 0.2;
   EXPECT_TRUE(Refused(rank.Open(), BALLAST_UNAVAILABLE));
+}
+
+TEST_F(CApi, OfSeveralServicesASessionGoesToItsRanksAndACallToTheFirst) {
+  const std::string nowhere = "unix:/no/such/socket";
+  CRank first("spread", absl::StrCat(nowhere, ",", service()), 0, 2);
+  first.options().join_timeout_seconds = 0.2;
+  EXPECT_TRUE(Refused(first.Open(), BALLAST_UNAVAILABLE));
+  // Its service answers, and has no job of rank 0.
+  CRank second("spread", absl::StrCat(nowhere, ",", service()), 1, 2);
+  second.options().join_timeout_seconds = 0.2;
+  EXPECT_TRUE(Refused(second.Open(), BALLAST_DEADLINE_EXCEEDED));
+
+  const char* response = nullptr;
+  const std::string services = absl::StrCat(service(), ", ", nowhere);
+  ballast_options options = {.size = sizeof(options), .service = services.c_str()};
+  EXPECT_EQ(ballast_call(&options, "JobService/ListJobs", "{}", &response), BALLAST_OK)
+      << ballast_message();
+}
+
+TEST_F(CApi, OtherServicesOnAnotherRankAreNamed) {
+  CRank alone("others", service(), 0, 2);
+  ASSERT_EQ(alone.Open(), BALLAST_OK) << ballast_message();
+  CRank spread("others", absl::StrCat("unix:/no/such/socket,", service()), 1, 2);
+  EXPECT_TRUE(Refused(spread.Open(), BALLAST_FAILED_PRECONDITION, reason::kOtherDescription));
+}
+
+TEST_F(CApi, RefusesAListOfServicesThatCannotBe) {
+  for (const char* services :
+       {"", "gpu1", "a:7070,", "a:7070,b:7070, a:7070", "a:7070,gpu2", "a:7070,b:7070,c:7070"}) {
+    EXPECT_TRUE(Refused(CRank("refused", services, 0, 2).Open(), BALLAST_INVALID_ARGUMENT))
+        << services;
+  }
+  const char* response = nullptr;
+  ballast_options options = {.size = sizeof(options), .service = "a:7070,,b:7070"};
+  EXPECT_TRUE(Refused(ballast_call(&options, "JobService/ListJobs", "{}", &response),
+                      BALLAST_INVALID_ARGUMENT));
 }
 
 TEST_F(CApi, TakesAStructureOfAnOlderHeader) {

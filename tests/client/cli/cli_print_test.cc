@@ -125,6 +125,33 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text, HasSubstr("step 12 had no gradient for: head.b\n"));
 }
 
+TEST(JobText, ShowsMembersWithTheirRanks) {
+  EXPECT_THAT(JobText(ExampleJob()), Not(HasSubstr("member")));
+  v1::Job job = ExampleJob();
+  v1::JobMember& away = *job.add_members();
+  away.set_address("gpu1:7070");
+  away.set_seconds_without_link(12.4);
+  away.set_problem("nothing listens there");
+  v1::JobMember& here = *job.add_members();
+  here.set_address("[fd00::1]:7070");
+  here.set_linked(true);
+  for (const int home : {1, 0, 1, 1, 1, 0}) job.add_homes(home);
+  EXPECT_THAT(JobText(job),
+              HasSubstr("\nmember          ranks   lead  link\n"
+                        "gpu1:7070       1, 5          none for 12 s: nothing listens there\n"
+                        "[fd00::1]:7070  0, 2-4  yes   yes\n\n"));
+  // A member that does not lead knows nothing of the others.
+  away.clear_problem();
+  EXPECT_THAT(JobText(job), HasSubstr("gpu1:7070       1, 5          -\n"));
+  job.clear_homes();
+  for (int rank = 0; rank < 40; ++rank) job.add_homes(rank % 2);
+  EXPECT_THAT(JobText(job), HasSubstr("gpu1:7070       0, 2, 4, 6, 8, 10, 12, 14, ...  yes"));
+  job.set_phase(v1::VOTING);
+  job.set_waits_for("member gpu1:7070 has not reported the step");
+  EXPECT_THAT(JobText(job),
+              HasSubstr("voting; step 13 waits: member gpu1:7070 has not reported the step\n"));
+}
+
 TEST(JobText, SaysWhomTheStepWaitsFor) {
   v1::Job job = ExampleJob();
   EXPECT_THAT(JobText(job), HasSubstr("phase         open; step 13 waits for ranks 0, 1\n"));

@@ -388,6 +388,10 @@ TEST_F(CliTest, TheServiceMayBeSaidByTheEnvironment) {
   EXPECT_EQ(ask("unix:/nowhere", {"--service=" + daemon_->Address()}), 0);
   EXPECT_EQ(ask("unix:/nowhere", {}), 1);
   EXPECT_EQ(ask("nonsense", {}), 2);
+  // Of several the first.
+  EXPECT_EQ(ask(daemon_->Address() + ",unix:/nowhere", {}), 0);
+  EXPECT_EQ(ask("unix:/nowhere," + daemon_->Address(), {}), 1);
+  EXPECT_EQ(ask(daemon_->Address() + ",", {}), 2);
 }
 
 TEST_F(CliTest, VersionSaysWhichBuildItIs) {

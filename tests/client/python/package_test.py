@@ -237,6 +237,10 @@ class Package(unittest.TestCase):
                 (ConnectionError, ballast.UnavailableError, "", lambda: ballast.connect("unix:/no/such", timeout=1)),
                 (ConnectionError, ballast.UnavailableError, "",
                  lambda: Rank("unix:/no/such", "x", options=dict(join_timeout=0.2))),
+                (ValueError, ballast.InvalidArgumentError, "", lambda: Rank("a:7070,b:7070", "x")),
+                (ValueError, ballast.InvalidArgumentError, "", lambda: Rank(["a:7070", "a:7070"], "x", world_size=2)),
+                (TypeError, TypeError, "", lambda: Rank(["a:7070", None], "x", world_size=2)),
+                (TypeError, TypeError, "", lambda: ballast.connect([])),
                 (LookupError, ballast.NotFoundError, "NO_SUCH_JOB", lambda: client.state("error", "w")),
                 (ValueError, ValueError, "", lambda: client.state("errors", "w", "color"))):
             self.assertTrue(issubclass(kind, pythons))
@@ -248,6 +252,20 @@ class Package(unittest.TestCase):
         rank.session.close()
         with refused(self, ballast.FailedPreconditionError):
             rank.step()
+
+    def test_of_several_services_each_rank_has_its_own_and_a_client_the_first(self):
+        nowhere = "unix:/no/such"
+        for services in ([self.service.address, nowhere], (self.service.address, nowhere),
+                         f"{self.service.address}, {nowhere}"):
+            with self.subTest(services):
+                ballast.connect(services).jobs()
+        with refused(self, ballast.UnavailableError):
+            Rank([nowhere, self.service.address], "several", 0, 2, options=dict(join_timeout=0.2))
+        with refused(self, ballast.DeadlineError):  # Its service answers, and has no job of rank 0.
+            Rank([nowhere, self.service.address], "several", 1, 2, options=dict(join_timeout=0.2))
+        self.rank("alone", world_size=2)
+        with refused(self, ballast.FailedPreconditionError, "OTHER_DESCRIPTION"):
+            Rank([nowhere, self.service.address], "alone", 1, 2)
 
     def test_trains_over_tls_with_a_token_until_it_is_revoked(self):
         with tempfile.TemporaryDirectory() as name:

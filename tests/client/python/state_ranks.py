@@ -254,9 +254,10 @@ def written_weights_are_found(rank, world_size, service, job):
 
 
 def until(service, job, rank, what):
-    """The service says that the rank has attached, or begun a step."""
+    """Its service, of several, says that the rank has attached, or begun a step."""
+    home = service if isinstance(service, str) else service[rank]
     deadline = time.monotonic() + 60
-    while not ballast.connect(service).job(job)["ranks"][rank][what]:
+    while not any(each[what] for each in ballast.connect(home).job(job)["ranks"] if each["rank"] == rank):
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
 

@@ -553,6 +553,19 @@ class TorchTest(unittest.TestCase):
         for options in (dict(capturable=True), dict(max_norm=0.0), dict(update="later"), dict(service="x:1")):
             with refused(self, ValueError):
                 ballast.torch.AdamW(names(model), **options)
+        for service in (7070, ["a:7070", 7070], []):
+            with refused(self, TypeError):
+                ballast.torch.AdamW(names(model), service=service, job="x")
+        for service in ("a:7070,b:7070", ["a:7070", "b:7070"], ("a:7070", "b:7070")):
+            optimizer = ballast.torch.AdamW(names(model), service=service, job="x")
+            self.assertEqual(optimizer._options.service, "a:7070,b:7070")
+
+    def test_a_list_of_one_service_is_that_service(self):
+        model = Model()
+        optimizer = self.optimizer(model, service=[self.service.address])
+        self.train(model, optimizer, 1)
+        self.assertEqual([job["members"] for job in ballast.connect(self.service.address).jobs()
+                          if job["name"] == optimizer._options.job], [[]])
 
     def test_it_says_who_it_is_with_the_files_that_it_is_given(self):
         model = Model()

@@ -82,5 +82,53 @@ TEST(JobSpec, FirstDifferenceComparesMeshes) {
   EXPECT_TRUE(Says(FirstDifference(spec, other)));
 }
 
+// Four ranks, two with each member.
+JobSpec OverMembers() {
+  JobSpec spec = Spec();
+  spec.layout.world_size = 4;
+  spec.members = {{.address = "a:7070"}, {.address = "b:7070"}};
+  spec.homes = {0, 1, 1, 0};
+  return spec;
+}
+
+TEST(JobSpec, EachRankHasAHomeAndEachMemberARank) {
+  EXPECT_TRUE(Validate(OverMembers()).ok());
+  const auto expect_refused = [](void (*spoil)(JobSpec&)) {
+    JobSpec spec = OverMembers();
+    spoil(spec);
+    EXPECT_TRUE(Refused(Validate(spec), absl::StatusCode::kInvalidArgument));
+  };
+  expect_refused([](JobSpec& spec) { spec.members[1] = spec.members[0]; });
+  expect_refused([](JobSpec& spec) { spec.homes.pop_back(); });
+  expect_refused([](JobSpec& spec) { spec.homes[2] = 2; });
+  expect_refused([](JobSpec& spec) { spec.homes[2] = -1; });
+  expect_refused([](JobSpec& spec) { spec.homes = {0, 0, 0, 0}; });
+  expect_refused([](JobSpec& spec) { spec.members.clear(); });
+  expect_refused([](JobSpec& spec) { spec.members[1].address.clear(); });
+  expect_refused([](JobSpec& spec) { spec.members[1].address.assign(301, 'x'); });
+  expect_refused([](JobSpec& spec) { spec.members.resize(1025); });
+  expect_refused([](JobSpec& spec) { spec.layout.world_size = -1; });
+}
+
+TEST(JobSpec, FirstDifferenceComparesMembers) {
+  EXPECT_EQ(FirstDifference(OverMembers(), OverMembers()), "");
+  JobSpec other = OverMembers();
+  other.members.clear();
+  other.homes.clear();
+  EXPECT_TRUE(Says(FirstDifference(OverMembers(), other)));
+  other = OverMembers();
+  other.members[1].address = "c:7070";
+  EXPECT_TRUE(Says(FirstDifference(OverMembers(), other)));
+  other = OverMembers();
+  other.homes = {0, 1, 0, 1};
+  EXPECT_TRUE(Says(FirstDifference(OverMembers(), other)));
+  other = OverMembers();
+  other.homes.pop_back();
+  EXPECT_TRUE(Says(FirstDifference(OverMembers(), other)));
+  // The number of ranks says more than that of homes.
+  other.layout.world_size = 3;
+  EXPECT_TRUE(Says(FirstDifference(OverMembers(), other)));
+}
+
 }  // namespace
 }  // namespace ballast

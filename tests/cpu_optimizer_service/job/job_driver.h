@@ -64,7 +64,7 @@ inline float TestValue(uint64_t seed, int group, int64_t element) {
 // Remembers what a rank was told, and lets a test wait for it.
 class RecordingListener : public RankListener {
  public:
-  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override {
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks, const std::string& why) override {
     MutexLock lock(mutex_);
     waiting_ = ranks;
   }

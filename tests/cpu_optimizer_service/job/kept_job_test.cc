@@ -48,6 +48,7 @@ KeptDecision SomeDecision() {
           .coverage_complete = true,
           .hyper_parameters = {{}, {.weight_decay = 0}},
           .update_counts = {8, 0, 8},
+          .values_after = {{.lr = 0.75}, {}},
           .speculation = {.speculated = 1, .published = 1}};
 }
 
@@ -68,6 +69,7 @@ JobRecord SomeRecord() {
   record.history.Add(SomeStep(), /*coverage_complete=*/true);
   record.epoch = 11;
   record.closed = true;
+  record.closing = "because";
   record.loading = KeptLoad{.path = "/load", .weights_only = true};
   record.torn_by = "/torn";
   record.later_changes = {{.lr = 3}, {}};
@@ -107,8 +109,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2101u);
-  EXPECT_EQ(HashOf(bytes), "42d5d4975ea47eefd037e23099c3f22f7a529dc68981519d9344486acb2f3735");
+  EXPECT_EQ(bytes.size(), 2212u);
+  EXPECT_EQ(HashOf(bytes), "b6c2899a56d5dc4ef9cdbddf3e5f9e9e10070a7fce905c4a241b5d8a822df9aa");
 }
 
 }  // namespace

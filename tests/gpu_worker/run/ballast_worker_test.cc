@@ -100,6 +100,7 @@ TEST(BallastWorker, RefusesWrongFlagsInOneLine) {
   ExpectFailure({.flags = {"--dtype=fp16", "--loss-scale-window=0"}});
   ExpectFailure({.flags = {"--dtype=fp16", "--loss-scale-hysteresis=0"}});
   ExpectFailure({.flags = {"--dtype=fp16", "--min-loss-scale=0"}});
+  ExpectFailure({.flags = {"--optimizer=service", "--service=a:7070,b:7070"}});
 }
 
 TEST(BallastWorker, SaysThatNoServiceAnswers) {

@@ -76,6 +76,13 @@ TEST(WorkerFlags, WhoWaitsForTheServiceGivesUpBeforeWhoWaitsForTheWorker) {
   ExpectRefused({"--peer-timeout=0s"});
 }
 
+TEST(WorkerFlags, NameOneServiceOrSeveral) {
+  EXPECT_EQ(Read({"--service=a:7070,b:7070"})->service, "a:7070,b:7070");
+  EXPECT_EQ(Read({"--service=in-process"})->service, "in-process");
+  ExpectRefused({"--service=a:7070,"});
+  ExpectRefused({"--service=a:7070,a:7070"});
+}
+
 TEST(WorkerFlags, KeepPreviousIsTheJobs) {
   EXPECT_FALSE(Read({"--out=run"})->options.job.keep_previous);
   EXPECT_TRUE(Read({"--out=run", "--keep-previous"})->options.job.keep_previous);

@@ -17,7 +17,8 @@ bool RecordingListener::Ignores() {
   return true;
 }
 
-void RecordingListener::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
+void RecordingListener::OnWaiting(uint64_t step, const std::vector<int>& ranks,
+                                  const std::string& /*why*/) {
   MutexLock lock(mutex_);
   if (Ignores()) return;
   waiting_ = ranks;

@@ -30,7 +30,7 @@ class RecordingListener final : public RankListener {
   // may be followed by others.
   void MayGuess(bool may_guess);
 
-  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks, const std::string& why) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
   void OnNorm(const StepNorm& norm) override;
   void OnVoteRefused(StepAttempt at, const absl::Status& why) override;

@@ -68,6 +68,18 @@ TEST_F(MalformedInput, CreateJobRefusesWhatCanNeverWork) {
       {"odd chunks", [](v1::Job& job) { job.set_chunk_elements(100); }},
       {"negative chunks", [](v1::Job& job) { job.set_chunk_elements(-256); }},
       {"huge chunks", [](v1::Job& job) { job.set_chunk_elements(kHuge); }},
+      {"a member without an address",
+       [](v1::Job& job) {
+         job.add_members();
+         job.add_homes(0);
+         job.add_homes(0);
+       }},
+      {"homes without members", [](v1::Job& job) { job.add_homes(0); }},
+      {"members without homes", [](v1::Job& job) { job.add_members()->set_address("a:7070"); }},
+      {"more members than there may be",
+       [](v1::Job& job) {
+         for (int i = 0; i <= 1024; ++i) job.add_members()->set_address("a:7070");
+       }},
       {"an on_abort that there is not",
        [](v1::Job& job) { job.set_on_abort(static_cast<v1::OnAbort>(7)); }},
   };
@@ -185,6 +197,21 @@ TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
   refuse(Code::INVALID_ARGUMENT, "a job as a group", update("jobs/tiny", {}));
   refuse(Code::INVALID_ARGUMENT, "a negative lr", update("jobs/tiny/groups/decay", negative));
   refuse(Code::INVALID_ARGUMENT, "amsgrad", update("jobs/tiny/groups/decay", amsgrad));
+
+  const auto attach_over = [&](int members) {
+    return [&, members](grpc::ClientContext* context) {
+      v1::AttachWorkerRequest request;
+      request.set_name("jobs/tiny");
+      request.set_process_id("p");
+      *request.mutable_job() = TinyJob("tiny");
+      for (int i = 0; i < members; ++i) request.mutable_job()->add_members()->set_address("a:1");
+      for (int i = 0; i < 2; ++i) request.mutable_job()->add_homes(i);
+      v1::AttachWorkerResponse response;
+      return service_.jobs().AttachWorker(context, request, &response);
+    };
+  };
+  refuse(Code::FAILED_PRECONDITION, "members of a job without any", attach_over(2));
+  refuse(Code::FAILED_PRECONDITION, "homes of a job without any", attach_over(0));
 
   const auto attach = [&](int rank, const std::string& uid, int64_t step, bool other_job) {
     return [&, rank, uid, step, other_job](grpc::ClientContext* context) {

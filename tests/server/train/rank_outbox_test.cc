@@ -285,15 +285,16 @@ TEST_F(RankOutboxTest, EndsWhenWeightsAreOfAnotherGeneration) {
 TEST_F(RankOutboxTest, KeepsOnlyTheLastReminder) {
   Open();
   Decide(4);  // On its way; the worker does not read.
-  outbox_.OnWaiting(5, {1});
+  outbox_.OnWaiting(5, {1}, "");
   Decide(5);
-  for (int i = 0; i < 1000; ++i) outbox_.OnWaiting(6, {1, 2});
-  outbox_.OnWaiting(6, {2});
+  for (int i = 0; i < 1000; ++i) outbox_.OnWaiting(6, {1, 2}, "");
+  outbox_.OnWaiting(6, {2}, "why");
   WriteDone();
   EXPECT_EQ(wire_.last.message.decision().step(), 5);
   WriteDone();
   EXPECT_EQ(wire_.last.message.waiting().step(), 6);
   EXPECT_THAT(wire_.last.message.waiting().ranks(), testing::ElementsAre(2));
+  EXPECT_EQ(wire_.last.message.waiting().why(), "why");
   const int writes = wire_.writes;
   WriteDone();
   EXPECT_EQ(wire_.writes, writes);

@@ -179,7 +179,9 @@ class Member:
         job = self._job()
         moments = begin.moments and dict(zip((one for group in self.described.of_groups for one in group), begin.moments))
         if self.peers is not None:
-            self.peers.agree([("the call", "attach()" if begin.attach else "step()"),
+            # A single service may have another address on each host.
+            several = options.service if "," in (options.service or "") else "a single one"
+            self.peers.agree([("the call", "attach()" if begin.attach else "step()"), ("service", several),
                               ("the loaded state", str(begin.resume)),
                               ("its moments", "none" if moments is None else
                                digest(self.parameters, moments) if self.mesh is None else "there"),

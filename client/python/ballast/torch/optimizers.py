@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._native import Services
 from .options import Options
 from .remote import Remote
 
@@ -37,7 +38,7 @@ class Adam(Remote):
                  betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, amsgrad: bool = False, *, foreach: bool | None = None,
                  maximize: bool = False, capturable: bool = False, differentiable: bool = False,
-                 fused: bool | None = None, decoupled_weight_decay: bool = False, service: str | None = None,
+                 fused: bool | None = None, decoupled_weight_decay: bool = False, service: Services | None = None,
                  job: str | None = None, max_norm: float | None = None, update: str = "wait",
                  process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
                  reconnect_timeout: float = 60.0, full_state: bool | None = None,
@@ -75,8 +76,9 @@ class AdamW(Adam):
     those of module= or a DistributedDataParallel, else numbers. lr, betas, eps, weight_decay, amsgrad, maximize: as
     in torch. foreach, fused: accepted and ignored.
 
-    service: "host:port" or "unix:/path". None: the optimizers of this process share a service, which ends with the
-    last of them. job: its name there. max_norm: clips the gradient to this global norm, as
+    service: "host:port" or "unix:/path". Several services hold the job together: "a:7070,b:7070" or a list, the same
+    on all ranks. Each gets consecutive ranks in even shares. None: the optimizers of this process share a service,
+    which ends with the last of them. job: its name there. max_norm: clips the gradient to this global norm, as
     torch.nn.utils.clip_grad_norm_, but on the service. update: "speculate" updates before the norm is known, with
     the same bits. process_group: the ranks that train together, by default all. timeout: the longest wait for other
     ranks, in seconds. reconnect_timeout: how long a call waits for an unreachable service, in seconds, before it
@@ -123,7 +125,7 @@ class AdamW(Adam):
                  betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
                  foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
-                 fused: bool | None = None, service: str | None = None, job: str | None = None,
+                 fused: bool | None = None, service: Services | None = None, job: str | None = None,
                  max_norm: float | None = None, update: str = "wait",
                  process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
                  reconnect_timeout: float = 60.0, full_state: bool | None = None,

@@ -8,12 +8,14 @@ import math
 import torch
 import torch.distributed as dist
 
+from .._native import Services, services_of
+
 
 @dataclasses.dataclass
 class Options:
-    """Named and explained as in AdamW. ValueError for invalid values."""
+    """Named and explained as in AdamW. ValueError for invalid values, TypeError for a service that is no address."""
 
-    service: str | None
+    service: Services | None  # A str from __post_init__ on.
     job: str | None
     max_norm: float | None
     update: str
@@ -42,8 +44,10 @@ class Options:
             raise ValueError(f"Invalid reconnect_timeout value: {self.reconnect_timeout}")
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
             raise ValueError(f"Invalid accumulation_steps value: {self.accumulation_steps}")
-        if self.service is not None and self.job is None:
-            raise ValueError("a job on a service needs a name: give job=")
+        if self.service is not None:
+            self.service = services_of(self.service)
+            if self.job is None:
+                raise ValueError("a job on a service needs a name: give job=")
         self.job, self.max_norm = self.job or "trainer", self.max_norm or 0.0
         if self.full_state is None:
             self.full_state = self.service is None

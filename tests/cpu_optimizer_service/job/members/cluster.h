@@ -12,6 +12,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -19,7 +20,9 @@
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/job/members/words.h"
+#include "cpu_optimizer_service/job/members/words_codec.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/cpu_optimizer_service/job/members/together.h"
 #include "tests/histories/engine/deaths.h"
 
 namespace ballast {
@@ -109,35 +112,48 @@ class Cluster {
  public:
   // `homes`: by rank, the member. With `deaths` one member, the `victim`, may die.
   Cluster(JobSpec spec, const std::vector<int>& homes, uint32_t seed = 1,
-          histories::Deaths* deaths = nullptr, int victim = -1)
+          histories::Deaths* deaths = nullptr, int victim = -1,
+          int64_t limit_bytes = int64_t{256} << 20)
       : wires_(std::make_unique<Wires>(seed)), deaths_(deaths), victim_(victim) {
     const int count = 1 + *std::max_element(homes.begin(), homes.end());
     for (int m = 0; m < count; ++m) spec.members.push_back({"host" + std::to_string(m)});
     spec.homes = homes;
     spec_ = spec;
     for (int m = 0; m < count; ++m) {
-      engines_.push_back(Start(m));
-      jobs_.push_back(Await<std::shared_ptr<Job>>([&](Done<std::shared_ptr<Job>> done) {
-                        engines_[m]->CreateJob(spec, {}, {.member = m, .uid = std::string(32, 'a')},
-                                               std::move(done));
-                      }).value());
-      drivers_.push_back(std::make_unique<JobDriver>(jobs_[m]));
       ends_.push_back({.to_member = wires_->Add(), .to_lead = wires_->Add()});
+      engines_.push_back(Start(m, limit_bytes));
     }
-    for (int m = 0; m < count; ++m) {
-      if (m != lead()) Link(m);
-    }
-    for (const auto& driver : drivers_) driver->UploadWeights();
-    for (const auto& driver : drivers_) driver->AttachAll();
+    jobs_.resize(count);
+    drivers_.resize(count);
   }
   ~Cluster() {
     drivers_.clear();
-    for (int m = 0; m < static_cast<int>(jobs_.size()); ++m) CloseLink(m);
+    for (const auto& engine : engines_) engine->UseDialer(nullptr);
+    for (int m = 0; m < members(); ++m) CloseLink(m);
     wires_.reset();
+    jobs_.clear();
+  }
+
+  absl::Status Create() {
+    const absl::Status created = engines_[lead()]->CreateJob(spec_).status();
+    for (int m = 0; m < members() && created.ok(); ++m) Adopt(m);
+    return created;
+  }
+  // With the job, its weights, and all ranks.
+  static std::unique_ptr<Cluster> Begun(JobSpec spec, const std::vector<int>& homes,
+                                        uint32_t seed = 1, histories::Deaths* deaths = nullptr,
+                                        int victim = -1) {
+    auto cluster = std::make_unique<Cluster>(std::move(spec), homes, seed, deaths, victim);
+    EXPECT_EQ(cluster->Create(), absl::OkStatus());
+    for (const auto& driver : cluster->drivers_) driver->UploadWeights();
+    cluster->AwaitWords();
+    for (const auto& driver : cluster->drivers_) driver->AttachAll();
+    return cluster;
   }
 
   int lead() const { return spec_.lead(); }
-  int members() const { return static_cast<int>(drivers_.size()); }
+  int members() const { return static_cast<int>(ends_.size()); }
+  Engine& engine(int m) { return *engines_[m]; }
   JobDriver& member(int m) { return *drivers_[m]; }
   JobDriver& home(int rank) { return *drivers_[spec_.homes[rank]]; }
   Wires& wires() { return *wires_; }
@@ -145,16 +161,30 @@ class Cluster {
 
   // The victim has died. The next process takes over what it left, with no rank attached.
   void TakeOver() {
+    CutOffVictim();
+    Restart();
+    Adopt(victim_);
+    if (victim_ == lead()) {
+      engines_[victim_]->UseDialer(dialers_[victim_].get());
+    } else {
+      Relink(victim_);
+    }
+  }
+  void CutOffVictim() {
     for (int m = 0; m < members(); ++m) {
       if (m == victim_ || victim_ == lead()) CloseLink(m);
     }
+  }
+  // The next process, which no link leads to yet.
+  void Restart() {
     drivers_[victim_].reset();
     jobs_[victim_].reset();
     do {
+      engines_[victim_]->UseDialer(nullptr);
       engines_[victim_].reset();
       memory_.reset();
       deaths_->Begin();
-      engines_[victim_] = Start(victim_);
+      engines_[victim_] = Start(victim_, int64_t{256} << 20, /*dials=*/false);
       deaths_->Expose();
       const Engine::TakenOver taken = engines_[victim_]->TakeOverJobs();
       if (!deaths_->Hide()) {
@@ -162,18 +192,24 @@ class Cluster {
         break;
       }
     } while (true);
-    jobs_[victim_] = engines_[victim_]->FindJob(spec_.name).value();
-    drivers_[victim_] = std::make_unique<JobDriver>(jobs_[victim_]);
-    for (int m = 0; m < members(); ++m) {
-      if (m != lead() && (m == victim_ || victim_ == lead())) Link(m);
-    }
   }
+  void Adopt(int m) {
+    jobs_[m] = engines_[m]->FindJob(spec_.name).value();
+    drivers_[m] = std::make_unique<JobDriver>(jobs_[m]);
+  }
+  MemberDialer* dialer(int m) { return dialers_[m].get(); }
   Job& job(int m) { return *jobs_[m]; }
 
   // The link ends with what is on it, and a new one is opened.
   void Cut(int m) {
     CloseLink(m);
-    Link(m);
+    Relink(m);
+  }
+  void Unlink(int m) { CloseLink(m); }
+  // Nobody but the engines keeps the job.
+  void Forget() {
+    for (auto& driver : drivers_) driver.reset();
+    for (auto& job : jobs_) job.reset();
   }
 
   template <typename Do>
@@ -208,96 +244,153 @@ class Cluster {
     return AwaitCommit(step);
   }
 
-  // Whether the members' parts are together the state of `whole`, bit for bit.
   void ExpectStateOf(Job& whole) {
-    std::vector<int> all;
-    for (size_t p = 0; p < spec_.layout.parameters.size(); ++p) {
-      if (spec_.layout.parameters[p].trainable) all.push_back(static_cast<int>(p));
-    }
-    const Snapshot expected = whole.TakeSnapshot(all).value();
-    int64_t compared = 0;
-    for (int m = 0; m < members(); ++m) {
-      const Layout& layout = jobs_[m]->layout();
-      const Snapshot here = jobs_[m]->TakeSnapshot(all).value();
-      ASSERT_EQ(here.step(), expected.step());
-      for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
-        layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-          for (const Plane plane : {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}) {
-            std::vector<float> mine(piece.elements);
-            std::vector<float> theirs(piece.elements);
-            here.Read(piece.parameter, plane, piece.parameter_offset, absl::MakeSpan(mine));
-            expected.Read(piece.parameter, plane, piece.parameter_offset, absl::MakeSpan(theirs));
-            ASSERT_EQ(mine, theirs) << "member " << m << ", parameter " << piece.parameter;
-          }
-          compared += piece.elements;
-        });
-      }
-      for (const int p : all) ASSERT_EQ(here.update_count(p), expected.update_count(p));
-    }
-    int64_t elements = 0;
-    for (const int p : all) elements += whole.layout().place(p).elements;
-    ASSERT_EQ(compared, elements);
+    std::vector<Job*> parts;
+    for (const auto& job : jobs_) parts.push_back(job.get());
+    ExpectTogether(parts, whole);
   }
 
  private:
   template <typename Word>
   class Sink : public WordSink<Word> {
    public:
-    Sink(Wires& wires, int wire, histories::DeathFlag dead, std::function<void(Word)> deliver)
-        : wires_(wires), wire_(wire), dead_(std::move(dead)), deliver_(std::move(deliver)) {}
+    Sink(Wires& wires, int wire, const JobSpec& spec, histories::DeathFlag dead,
+         std::function<void(Word)> deliver)
+        : wires_(wires),
+          wire_(wire),
+          spec_(spec),
+          dead_(std::move(dead)),
+          deliver_(std::move(deliver)) {}
+    // As bytes.
     void Send(Word word) override {
       if (dead_ != nullptr && *dead_) return;
-      wires_.Put(wire_, [deliver = deliver_, word = std::move(word)] { deliver(word); });
+      wires_.Put(wire_, [deliver = deliver_, &spec = spec_, bytes = Encode(word)] {
+        if constexpr (std::is_same_v<Word, LeadWord>) {
+          deliver(DecodeLeadWord(bytes, spec).value());
+        } else {
+          deliver(DecodeMemberWord(bytes, spec).value());
+        }
+      });
     }
 
    private:
     Wires& wires_;
     const int wire_;
+    const JobSpec& spec_;
     const histories::DeathFlag dead_;
     const std::function<void(Word)> deliver_;
   };
+  // Of a member that leads.
+  class Dialer : public MemberDialer {
+   public:
+    explicit Dialer(Cluster& cluster) : cluster_(cluster) {}
+    void Dial(std::shared_ptr<Job> job) override {
+      for (int m = 0; m < cluster_.members(); ++m) {
+        if (m != cluster_.lead()) cluster_.Link(job, m);
+      }
+    }
+    // It may be called while a word is delivered.
+    void HangUp(const Job& /*job*/) override {
+      for (const Ends& ends : cluster_.ends_) {
+        if (ends.link == nullptr) continue;
+        cluster_.wires_->Put(ends.to_member, [link = ends.link] { link->End(); });
+      }
+    }
+
+   private:
+    Cluster& cluster_;
+  };
+
   histories::DeathFlag FlagOf(int m) const { return m == victim_ ? deaths_->flag() : nullptr; }
-  std::unique_ptr<Engine> Start(int m) {
+  std::unique_ptr<Engine> Start(int m, int64_t limit_bytes, bool dials = true) {
     if (m == victim_) memory_ = std::make_unique<NamedMemory>(deaths_->keeper());
-    return std::make_unique<Engine>(
-        EngineOptions{.memory_limit_bytes = int64_t{256} << 20,
+    auto engine = std::make_unique<Engine>(
+        EngineOptions{.memory_limit_bytes = limit_bytes,
                       .threads = 2,
-                      .named_memory = m == victim_ ? memory_.get() : nullptr});
+                      .named_memory = m == victim_ ? memory_.get() : nullptr,
+                      .member_timeout_seconds = 0.5});
+    dialers_.resize(members());
+    if (dialers_[m] == nullptr) dialers_[m] = std::make_unique<Dialer>(*this);
+    if (dials) engine->UseDialer(dialers_[m].get());
+    return engine;
   }
 
+  // Both ends of one.
+  struct OneLink {
+    uint64_t at_lead = 0;  // Its number there.
+
+    explicit OneLink(std::shared_ptr<Job> of) : job_(std::move(of)) {}
+    // The lead's, and the member's end; null: it has ended.
+    std::shared_ptr<Job> job() {
+      MutexLock lock(mutex_);
+      return job_;
+    }
+    std::shared_ptr<Engine::PartLink> part() {
+      MutexLock lock(mutex_);
+      return part_;
+    }
+    void SetPart(std::shared_ptr<Engine::PartLink> part) {
+      MutexLock lock(mutex_);
+      part_ = std::move(part);
+    }
+    void End() {
+      std::shared_ptr<Engine::PartLink> part;
+      std::shared_ptr<Job> job;
+      {
+        MutexLock lock(mutex_);
+        part.swap(part_);
+        job.swap(job_);
+      }
+      part.reset();
+      if (job != nullptr) job->CloseLink(at_lead, absl::UnavailableError("the wire is cut"));
+    }
+
+   private:
+    Mutex mutex_;
+    std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mutex_);
+    std::shared_ptr<Engine::PartLink> part_ ABSL_GUARDED_BY(mutex_);
+  };
   struct Ends {
     int to_member = 0;  // Wires.
     int to_lead = 0;
-    uint64_t at_lead = 0;  // Links' numbers.
-    uint64_t at_member = 0;
+    std::shared_ptr<OneLink> link = nullptr;
   };
 
   void CloseLink(int m) {
-    // One that could not be taken over is not there.
-    if (jobs_[lead()] != nullptr) jobs_[lead()]->CloseLink(ends_[m].at_lead);
-    if (jobs_[m] != nullptr) jobs_[m]->CloseLink(ends_[m].at_member);
-    wires_->Clear(ends_[m].to_member);
-    wires_->Clear(ends_[m].to_lead);
-  }
-  // The lead's end first, as a stream is opened.
-  void Link(int m) {
     Ends& ends = ends_[m];
-    // A word may come before its link has a number here.
-    const auto at_lead = std::make_shared<std::promise<uint64_t>>();
-    const auto at_member = std::make_shared<std::promise<uint64_t>>();
-    const auto lead_number = at_lead->get_future().share();
-    const auto member_number = at_member->get_future().share();
-    ends.at_lead = jobs_[lead()]->OpenLinkToMember(
-        m, std::make_shared<Sink<LeadWord>>(*wires_, ends.to_member, FlagOf(lead()),
-                                            [job = jobs_[m], member_number](LeadWord word) {
-                                              job->HearLead(member_number.get(), std::move(word));
-                                            }));
-    at_lead->set_value(ends.at_lead);
-    ends.at_member = jobs_[m]->OpenLinkToLead(std::make_shared<Sink<MemberWord>>(
-        *wires_, ends.to_lead, FlagOf(m), [job = jobs_[lead()], m, lead_number](MemberWord word) {
-          job->HearMember(m, lead_number.get(), std::move(word));
-        }));
-    at_member->set_value(ends.at_member);
+    if (ends.link == nullptr) return;
+    wires_->Clear(ends.to_member);
+    ends.link->End();
+    wires_->Clear(ends.to_lead);
+    ends.link = nullptr;
+  }
+  void Relink(int m) { Link(engines_[lead()]->FindJob(spec_.name).value(), m); }
+  // The lead's end first, as a stream is opened.
+  void Link(std::shared_ptr<Job> job, int m) {
+    Ends& ends = ends_[m];
+    const auto link = std::make_shared<OneLink>(job);
+    ends.link = link;
+    // A word may come before the member knows of its link.
+    const auto is_there = std::make_shared<std::promise<void>>();
+    link->at_lead =
+        job->OpenLinkToMember(m, std::make_shared<Sink<LeadWord>>(
+                                     *wires_, ends.to_member, spec_, FlagOf(lead()),
+                                     [link, there = is_there->get_future().share()](LeadWord word) {
+                                       there.wait();
+                                       const auto part = link->part();
+                                       if (part != nullptr) part->Hear(std::move(word));
+                                     }));
+    auto part = engines_[m]->FollowLead(
+        DecodeFollow(Encode(job->FollowOf(m))).value(), "",
+        std::make_shared<Sink<MemberWord>>(*wires_, ends.to_lead, spec_, FlagOf(m),
+                                           [link, m](MemberWord word) {
+                                             const auto of = link->job();
+                                             if (of != nullptr)
+                                               of->HearMember(m, link->at_lead, std::move(word));
+                                           }));
+    EXPECT_EQ(part.status(), absl::OkStatus());
+    if (part.ok()) link->SetPart(*std::move(part));
+    is_there->set_value();
   }
 
   JobSpec spec_;
@@ -305,6 +398,7 @@ class Cluster {
   histories::Deaths* const deaths_;
   const int victim_;
   std::unique_ptr<NamedMemory> memory_;  // The victim's.
+  std::vector<std::unique_ptr<Dialer>> dialers_;
   std::vector<std::unique_ptr<Engine>> engines_;
   std::vector<std::shared_ptr<Job>> jobs_;
   std::vector<std::unique_ptr<JobDriver>> drivers_;

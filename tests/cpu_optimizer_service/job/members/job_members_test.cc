@@ -102,7 +102,8 @@ TEST(JobMembers, HaveTheBitsOfOneHostForAnyHomesOfRanks) {
       for (uint64_t step = 1; step <= 4; ++step) expected.push_back(one->Step(10 * step, 2));
       for (const std::vector<int>& homes : Homes()) {
         SCOPED_TRACE(testing::PrintToString(homes));
-        Cluster cluster(spec, homes);
+        const auto begun = Cluster::Begun(spec, homes);
+        Cluster& cluster = *begun;
         for (uint64_t step = 1; step <= 4; ++step) {
           ExpectSame(cluster.Step(step, 10 * step, 2, {.expected_clipping = clips.clipping}, clips),
                      expected[step - 1]);
@@ -136,7 +137,8 @@ TEST(JobMembers, SkipForTheReasonOfOneHost) {
   ASSERT_TRUE(expected[2].decision.apply);
   for (const std::vector<int>& homes : Homes()) {
     SCOPED_TRACE(testing::PrintToString(homes));
-    Cluster cluster(spec, homes);
+    const auto begun = Cluster::Begun(spec, homes);
+    Cluster& cluster = *begun;
     cluster.ForAll([&](JobDriver& each) { give(each, inf, {}); });
     cluster.Seal(1, StepVote());
     ExpectSame(cluster.AwaitCommit(1), expected[0]);
@@ -158,7 +160,8 @@ TEST(JobMembers, VoteAfterTheNormOfAll) {
   one->VoteAll(vote);
   for (const std::vector<int>& homes : Homes()) {
     SCOPED_TRACE(testing::PrintToString(homes));
-    Cluster cluster(Buckets(), homes);
+    const auto begun = Cluster::Begun(Buckets(), homes);
+    Cluster& cluster = *begun;
     cluster.Give(5);
     cluster.Seal(1, std::nullopt);
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -193,7 +196,8 @@ TEST(JobMembers, ADiscardByOneRankIsFollowedByAll) {
     for (int by = 0; by < kRanks; ++by) {
       for (const int when : {0, 1, 2}) {
         SCOPED_TRACE(testing::PrintToString(homes) + std::to_string(by) + std::to_string(when));
-        Cluster cluster(Buckets(), homes);
+        const auto begun = Cluster::Begun(Buckets(), homes);
+        Cluster& cluster = *begun;
         cluster.Give(77);
         SealSome(cluster, by, when);
         if (when == 2) cluster.home(by).listener(by).WaitForNorm(1);
@@ -213,7 +217,8 @@ TEST(JobMembers, ADiscardByOneRankIsFollowedByAll) {
 TEST(JobMembers, AReportDoesNotCountForTheAttemptAfterIt) {
   OneHost one(Buckets());
   one->Step(5);
-  Cluster cluster(Buckets(), {0, 0, 1, 1});
+  const auto begun = Cluster::Begun(Buckets(), {0, 0, 1, 1});
+  Cluster& cluster = *begun;
   JobDriver& asking = cluster.member(1);
   cluster.Give(77);
   for (const int rank : {2, 3}) EXPECT_EQ(asking.SealWith(rank, 1, StepVote()), std::nullopt);
@@ -269,7 +274,8 @@ TEST(JobMembers, WhatIsUnusedIsSoByTheRanksOfAll) {
   ASSERT_THAT(expected.unused_parameters, ElementsAre("p4"));
   for (const std::vector<int>& homes : Homes()) {
     SCOPED_TRACE(testing::PrintToString(homes));
-    Cluster cluster(spec, homes);
+    const auto begun = Cluster::Begun(spec, homes);
+    Cluster& cluster = *begun;
     cluster.ForAll([&](JobDriver& each) { give(each, false); });
     cluster.Seal(1, StepVote());
     ExpectSame(cluster.AwaitCommit(1), expected);
@@ -293,7 +299,8 @@ TEST(JobMembers, WhatIsUnusedIsSoByTheRanksOfAll) {
 }
 
 TEST(JobMembers, SealTheSameNumberOfMicroSteps) {
-  Cluster cluster(Buckets(), {0, 0, 1, 1});
+  const auto begun = Cluster::Begun(Buckets(), {0, 0, 1, 1});
+  Cluster& cluster = *begun;
   cluster.ForAll([](JobDriver& each) { each.BeginAll(); });
   for (int rank = 0; rank < kRanks; ++rank) {
     JobDriver& home = cluster.home(rank);
@@ -322,7 +329,8 @@ TEST(JobMembers, SealTheSameNumberOfMicroSteps) {
 
 // One begins before its member is told, the other after it.
 TEST(JobMembers, BeginWithTheSameSettings) {
-  Cluster cluster(Buckets(), {0, 0, 1, 1});
+  const auto begun = Cluster::Begun(Buckets(), {0, 0, 1, 1});
+  Cluster& cluster = *begun;
   cluster.member(0).BeginAll();
   const StepSettings other = {.scale = {.loss_scale = 2}};
   cluster.home(2).Begin(2, other);
@@ -344,7 +352,8 @@ TEST(JobMembers, ANewProcessOfARankRaisesTheGenerationOfAll) {
     for (int by = 0; by < kRanks; ++by) {
       for (const int when : {0, 1, 2}) {
         SCOPED_TRACE(testing::PrintToString(homes) + std::to_string(by) + std::to_string(when));
-        Cluster cluster(Buckets(), homes);
+        const auto begun = Cluster::Begun(Buckets(), homes);
+        Cluster& cluster = *begun;
         cluster.Step(1, 3);
         cluster.Give(77);
         SealSome(cluster, by, when);
@@ -378,7 +387,8 @@ TEST(JobMembers, AnAbortAtOneIsOneOfAll) {
       const int count = 1 + *std::max_element(homes.begin(), homes.end());
       for (int asked = 0; asked < count; ++asked) {
         SCOPED_TRACE(testing::PrintToString(homes) + std::to_string(asked));
-        Cluster cluster(Buckets(), homes);
+        const auto begun = Cluster::Begun(Buckets(), homes);
+        Cluster& cluster = *begun;
         if (lead_is_idle && (count == 1 || asked != cluster.lead())) continue;
         for (int m = 0; m < count; ++m) {
           if (lead_is_idle && m == cluster.lead()) continue;
@@ -406,7 +416,8 @@ TEST(JobMembers, GoOnWhereLinksWereCutAtAnyInstant) {
   for (uint64_t step = 1; step <= 3; ++step) one->Step(10 * step, 2);
   std::mt19937 random(6);
   for (uint32_t seed = 0; seed < 20; ++seed) {
-    Cluster cluster(Buckets(), Homes()[1 + seed % 5], seed);
+    const auto begun = Cluster::Begun(Buckets(), Homes()[1 + seed % 5], seed);
+    Cluster& cluster = *begun;
     std::atomic<bool> ended = false;
     std::thread cuts([&, turns = random()]() mutable {
       while (!ended) {
@@ -427,6 +438,78 @@ TEST(JobMembers, GoOnWhereLinksWereCutAtAnyInstant) {
     for (size_t i = 0; i < outcomes.size(); ++i) ExpectSame(outcomes[i], expected[i]);
     cluster.ExpectStateOf(one->job());
   }
+}
+
+// An operator changes a group at the lead, between steps and during one.
+TEST(JobMembers, ChangeHyperParametersWithTheLead) {
+  for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    JobSpec spec = Buckets();
+    spec.update_mode = mode;
+    OneHost one(spec);
+    const auto begun = Cluster::Begun(spec, {1, 0, 0, 2});
+    Cluster& cluster = *begun;
+    Job& lead = cluster.job(cluster.lead());
+    EXPECT_EQ(ReasonOf(cluster.job(0).UpdateGroup(0, {.lr = 0.5}).status()),
+              reason::kOtherMemberLeads);
+    for (uint64_t step = 1; step <= 3; ++step) {
+      const HyperParameterOverrides between = {.lr = 0.01 * static_cast<double>(step)};
+      ASSERT_TRUE(one->job().UpdateGroup(0, between).ok());
+      ASSERT_TRUE(lead.UpdateGroup(0, between).ok());
+      const HyperParameterOverrides during = {.weight_decay = 0.1 * static_cast<double>(step)};
+      one->BeginAll();
+      one->SendAll(10 * step, 0, true);
+      one->EndMicroStepAll(0);
+      ASSERT_TRUE(one->job().UpdateGroup(1, during).ok());
+      cluster.Give(10 * step);
+      ASSERT_TRUE(lead.UpdateGroup(1, during).ok());
+      for (int rank = 0; rank < kRanks; ++rank) {
+        EXPECT_EQ(one->SealWith(rank, 1, StepVote()), std::nullopt);
+      }
+      cluster.Seal(1, StepVote());
+      one->listener(0).WaitForCommit(step);
+      cluster.AwaitCommit(step);
+    }
+    cluster.ExpectStateOf(one->job());
+    cluster.ForAll([&](JobDriver& each) {
+      EXPECT_EQ(each.job().Status().hyper_parameters, one->job().Status().hyper_parameters);
+    });
+  }
+}
+
+TEST(JobMembers, SayWhomAStepWaitsFor) {
+  const auto begun = Cluster::Begun(Buckets(), {1, 0, 0, 2});
+  Cluster& cluster = *begun;
+  cluster.Give(10);
+  cluster.Unlink(0);
+  for (const int rank : {0, 3}) {
+    EXPECT_EQ(cluster.home(rank).SealWith(rank, 1, StepVote()), std::nullopt);
+  }
+  const JobStatus status = [&] {
+    JobStatus now = cluster.job(1).Status();
+    // Until the sums are there it works on its own part.
+    while (now.phase != JobPhase::kVoting || now.waits_for.empty()) now = cluster.job(1).Status();
+    return now;
+  }();
+  EXPECT_THAT(status.waits_for, testing::HasSubstr("host0"));
+  EXPECT_FALSE(status.members[0].is_linked);
+  EXPECT_TRUE(status.members[2].is_linked);
+  EXPECT_TRUE(cluster.job(1).SecondsSinceFirstSeal().has_value());
+  cluster.AwaitWords();
+  cluster.job(1).TellWaiting();
+  cluster.AwaitWords();
+  for (const int rank : {0, 3}) {
+    EXPECT_THAT(cluster.home(rank).listener(rank).waiting(), ElementsAre(1, 2)) << rank;
+  }
+  // A member that has no link knows that of itself.
+  for (const int rank : {1, 2}) {
+    EXPECT_EQ(cluster.home(rank).SealWith(rank, 1, StepVote()), std::nullopt);
+  }
+  while (cluster.job(0).Status().waits_for.empty()) std::this_thread::yield();
+  cluster.job(0).TellWaiting();
+  EXPECT_THAT(cluster.home(1).listener(1).waiting(), ElementsAre(0));
+  cluster.Cut(0);
+  cluster.AwaitCommit(1);
+  EXPECT_EQ(cluster.job(1).Status().waits_for, "");
 }
 
 }  // namespace

@@ -141,7 +141,8 @@ TEST_F(MemberDeaths, LeaveTheBitsOfOneHost) {
     const std::vector<int>& of_ranks = homes[random() % homes.size()];
     const int victim = of_ranks[random() % kRanks];
     histories::Deaths deaths;
-    Cluster cluster(Spec(), of_ranks, turn, &deaths, victim);
+    const auto begun = Cluster::Begun(Spec(), of_ranks, turn, &deaths, victim);
+    Cluster& cluster = *begun;
     deaths.Arm(1 + static_cast<int>(random() % 150), static_cast<int>(random() % 40));
     for (uint64_t step = 1; step <= kSteps; ++step) {
       Step(cluster, deaths, victim, step, /*looks=*/turn % 2 == 0);

@@ -1,0 +1,32 @@
+// The channel of a rank whose job one or several services hold: it leads to the rank's home.
+//
+//   client::SessionOptions options{.job = spec, .rank = rank};
+//   auto channel = client::ConnectHome("a:7070,b:7070", options.rank, options.job).value();
+//   auto session = client::Session::Open(channel, std::move(options)).value();
+#ifndef BALLAST_CLIENT_HOME_H_
+#define BALLAST_CLIENT_HOME_H_
+
+#include <grpcpp/channel.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/credentials.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+
+namespace ballast::client {
+
+// `services`: one address, or several with commas between, the same on all ranks. Several get
+// consecutive ranks in even shares, which are written to job.members and job.homes; so rank 0's home
+// is the first. If `job` has members already, they count, and `services` is not read. Of a job
+// without members only layout.world_size is read. INVALID_ARGUMENT: an address is wrong or named
+// twice, there are more services than ranks, or the rank does not exist. Other errors as in Connect.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectHome(
+    const std::string& services, int rank, JobSpec& job, absl::Duration timeout = absl::Seconds(10),
+    const Credentials& credentials = OrEnvironment({}));
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_HOME_H_

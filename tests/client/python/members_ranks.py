@@ -1,0 +1,16 @@
+"""What the ranks of torch_members_test.py do besides what those of other tests do."""
+
+import ballast.torch
+from torch_ranks import ddp, error_of, model_of, train
+
+
+def trains_and_closes(rank, world_size, services, job, timeout=60.0, closes=None):
+    """Over the services that this rank names. Returns kind and text of its error, and what step it has reached."""
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=services[rank], job=job, timeout=timeout)
+
+    def work():
+        train(ddp(model), optimizer, rank, 2)
+        optimizer.close(**closes or {})
+
+    return [*error_of(work)[:2], optimizer.param_groups[0]["job_step"]]

@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""ballast.torch on several ranks whose job several services hold together: the same bits as on one service, also if
+one of their processes is killed, and one line on every rank where that cannot be."""
+
+import itertools
+import pathlib
+import tempfile
+import unittest
+
+import numpy
+from ranks_for_tests import RanksTest, run_ranks
+from messages import refused, says
+
+import ballast
+import processes
+from ballast import _files
+from package_test import Rank
+
+BOTH = {"overlap": True, "overlap_weights": True}
+CASES = [("fsdp", {"overlap": False}), ("fsdp", {"update": "speculate", "accumulation": 2} | BOTH),
+         ("ddp", {"overlap": False, "accumulation": 2}), ("ddp", {"overlap": True}),
+         # With an optimizer that attaches in the middle.
+         ("accumulates", {"overlap": True, "most": 2, "update": "speculate"}),
+         ("accumulates", {"overlap": True, "most": 2, "sharded": True, "dtype": "bfloat16"})]
+
+
+class MembersTest(RanksTest):
+    MODULE = "members_ranks"
+
+    def pool(self, count, *flags):
+        services = []
+        for _ in range(count):
+            folder = tempfile.TemporaryDirectory()
+            self.addCleanup(folder.cleanup)
+            services.append(processes.Service(_files.program("ballastd"), pathlib.Path(folder.name),
+                                              "--memory-limit=1GiB", "--threads=1", "--most-deaths=0", *flags))
+            self.addCleanup(services[-1].stop)
+        return services
+
+    def nowhere(self):
+        held = processes.HeldPort()
+        self.addCleanup(held.close)
+        return held.address
+
+    def digests(self, world_size, service, cases):
+        """By case and rank."""
+        results = run_ranks("overlap_ranks", world_size, [
+            (function, {"service": service, "job": f"{self._testMethodName}-{world_size}-{number}"} | options)
+            for number, (function, options) in enumerate(cases)])
+        return [[digest for digest, _ in of_case] for of_case in results]
+
+    def test_trains_to_the_same_bits_as_one_service(self):
+        for world_size, services, cases in ((2, 2, CASES), (3, 2, CASES[1:4]),
+                                            (4, 4, [("fsdp", {"overlap": True, "replicas": 2}), *CASES[1:5]])):
+            alone = self.digests(world_size, self.service.address, cases)
+            for sharing in ("auto", "never") if world_size == 2 else ("auto",):
+                with self.subTest(world_size=world_size, services=services, sharing=sharing):
+                    pool = self.pool(services, f"--shared-memory={sharing}")
+                    self.assertEqual(self.digests(world_size, [each.address for each in pool], cases), alone)
+
+    def test_goes_on_from_deaths_of_the_lead_and_of_another(self):
+        pool = self.pool(2)
+        addresses = [each.address for each in pool]
+        alone, *disturbed = self.digests(2, addresses, [
+            ("fsdp_with_deaths", {"steps": 12} | which)
+            for which in ({"service": self.service.address}, *({"holder": each.process.pid} for each in pool))])
+        for number, digests in enumerate(disturbed):
+            with self.subTest(number):
+                self.assertEqual(digests, alone)
+
+    def test_ranks_are_taken_from_the_dead(self):
+        options = {"service": [each.address for each in self.pool(2)], "job": "taken"}
+        run_ranks("state_ranks", 2, [("dies_in_a_step", options)], may_die=(0, 1))
+        self.assertEqual(run_ranks("state_ranks", 2, [("takes_ranks_from_the_dead", options)]), [[2, 2]])
+
+    def test_a_job_is_closed_on_all(self):
+        addresses = [each.address for each in self.pool(2)]
+        for closes, left in (({}, [2]), ({"job": True}, [])):
+            (ends,) = run_ranks(self.MODULE, 2, [
+                ("trains_and_closes", {"services": [addresses] * 2, "job": f"closed-{len(left)}", "closes": closes})])
+            self.assertEqual(ends, [["none", "", 2]] * 2)
+            for address in addresses:
+                self.assertEqual([job["committed_step"] for job in ballast.connect(address).jobs()
+                                  if job["name"] == f"closed-{len(left)}"], left)
+
+    def test_state_is_put_together_from_all(self):
+        pool = [each.address for each in self.pool(2)]
+        for services in ([self.service.address] * 2, [pool] * 2):
+            run_ranks(self.MODULE, 2, [("trains_and_closes", {"services": services, "job": "state", "closes": {}})])
+        alone, together = ballast.connect(self.service.address), ballast.connect(pool)
+        names = ("0.weight", "0.bias", "1.weight", "1.bias")
+        for name, plane in itertools.product(names, ("master", "exp_avg", "exp_avg_sq")):
+            with self.subTest(name, plane=plane):
+                expected = alone.state("state", name, plane)
+                self.assertGreater(abs(expected).max(), 0)
+                numpy.testing.assert_array_equal(together.state("state", name, plane), expected)
+        # A member that is asked alone finds the others.
+        numpy.testing.assert_array_equal(ballast.connect(pool[1]).state("state", names[0]),
+                                         alone.state("state", names[0]))
+
+    # ------------------------------------------------------------ what cannot be
+
+    def test_ranks_that_name_other_services(self):
+        one, other, third = (each.address for each in self.pool(3))
+        for number, services in enumerate(([[one, other], [one, third]], [[one, other], [other, one]],
+                                           [one, [one, other]], [[one, other], one])):
+            with self.subTest(number):
+                (ends,) = run_ranks(self.MODULE, 2, [("trains_and_closes", {"services": services, "job": f"{number}"})])
+                self.assertEqual([kind for kind, _, _ in ends], ["FailedPreconditionError", "ValueError"])
+                says(self, *[said for _, said, _ in ends])
+        first = Rank([one, other], "sessions", 0, 2)
+        self.addCleanup(first.session.close)
+        with refused(self, ballast.FailedPreconditionError, "OTHER_DESCRIPTION"):
+            Rank([third, other], "sessions", 1, 2)
+
+    def test_services_that_are_not_there_or_too_many(self):
+        nowhere = self.nowhere()
+        for member, services in enumerate(([nowhere, self.service.address], [self.service.address, nowhere])):
+            with self.subTest(member):
+                (ends,) = run_ranks(self.MODULE, 2, [("trains_and_closes", {
+                    "services": [services] * 2, "job": f"nowhere-{member}", "timeout": 2.0})])
+                self.assertEqual(ends[member][0], "UnavailableError")
+                self.assertIn(nowhere, ends[member][1])
+        (ends,) = run_ranks(self.MODULE, 2, [
+            ("trains_and_closes", {"services": [[self.service.address, "a:7070", "b:7070"]] * 2, "job": "many"})])
+        # A rank may hear of the other one's error before it has its own.
+        own = [said for kind, said, _ in ends if kind == "InvalidArgumentError"]
+        self.assertTrue(own)
+        self.assertLessEqual({kind for kind, _, _ in ends}, {"InvalidArgumentError", "FailedPreconditionError"})
+        says(self, own[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
