@@ -1,7 +1,9 @@
 // ballast-bench worker: a load on a service, from ranks that need no GPU.
+// ballast-bench lead: what a step over several members costs the lead.
 #include <cstdio>
 
 #include "absl/strings/string_view.h"
+#include "tests/bench/lead/lead_bench.h"
 #include "tests/bench/load/load_options.h"
 #include "tests/bench/load/load_report.h"
 #include "tests/bench/load/load_run.h"
@@ -27,11 +29,31 @@ int RunWorker(absl::Span<char* const> arguments) {
   return written.ok() ? 0 : Fail(written, 1);
 }
 
+// A line of JSON for each case.
+int RunLead(int steps) {
+  // As many tensors as Llama's models of 7, 70 and 405 billion parameters have.
+  for (const int parameters : {291, 723, 1137}) {
+    for (const int members : {2, 8, 64}) {
+      for (const int cut_blocks : {0, parameters}) {
+        const auto figures = bench::MeasureLead(
+            {.members = members, .parameters = parameters, .cut_blocks = cut_blocks}, steps);
+        if (!figures.ok()) return Fail(figures.status(), 1);
+        std::printf("%s\n", figures->ToJson().dump().c_str());
+      }
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2 || absl::string_view(argv[1]) != "worker") {
-    return Fail(absl::InvalidArgumentError("expected 'ballast-bench worker [flags]'"), 2);
+  const absl::string_view what = argc < 2 ? "" : argv[1];
+  if (what == "lead" && argc == 2) return RunLead(/*steps=*/20);
+  if (what != "worker") {
+    return Fail(absl::InvalidArgumentError(
+                    "expected 'ballast-bench worker [flags]' or 'ballast-bench lead'"),
+                2);
   }
   return RunWorker(absl::MakeSpan(argv + 2, static_cast<size_t>(argc - 2)));
 }

@@ -44,6 +44,17 @@ class Bench(unittest.TestCase):
         self.assertEqual([left.name for left in self.dir.iterdir()], ["worker.json"])
         return json.loads(path.read_text())
 
+    def test_the_lead_reads_all_words_and_answers_every_member(self):
+        done = self.start(BIN / "ballast-bench", "lead")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        runs = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual({run["info"]["members"] for run in runs}, {2, 8, 64})
+        for run in runs:
+            figures, info = run["figures"], run["info"]
+            # An update count for each tensor to each member, and the elements of half a block for each cut one.
+            self.assertGreater(figures["bytes_out"]["median"], info["members"] * info["parameters"] * 8)
+            self.assertGreater(figures["bytes_in"]["median"], info["members"] * info["cut_blocks"] * 128 * 4)
+
     def test_every_transport_and_mode_ends_with_the_same_weights(self):
         hashes = {}
         for transport, update in itertools.product(TRANSPORTS, ("wait", "speculate")):
