@@ -19,6 +19,7 @@ packages=(
   # To test. PyTorch is not among them: tests/run.sh puts it into an environment of its own.
   libgtest-dev libgmock-dev openssl python3 python3-numpy python3-matplotlib python3-venv python3-pip python3-grpcio
   prometheus chromium chromium-driver
+  iproute2 # For ip, with which tests make hosts.
   systemd # For systemd-analyze, which looks at the unit.
 )
 

@@ -106,15 +106,17 @@ class Training:
 class Run:
     """The workers of one job under deploy/run_workers.py."""
 
-    def __init__(self, folder, service_address, job, training, *, max_restarts=0, out=None, flags=(), of_rank_1=""):
+    def __init__(self, folder, service_address, job, training, *, max_restarts=0, out=None, flags=(), of_rank_1="",
+                 ranks=RANKS):
         self.training = training
         self.job = job
+        self.ranks = ranks
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"run-{job}-", dir=folder))
         self.out = out or self.folder / "out"
         self.progress_file = self.folder / "progress"
         self.errors = self.folder / "errors"
         self.process = start(
-            [processes.RUN_WORKERS, f"--max-restarts={max_restarts}", RANKS, self.folder,
+            [processes.RUN_WORKERS, f"--max-restarts={max_restarts}", ranks, self.folder,
              "sh", "-c", TELLS_ITS_PID, self.folder, BIN / "ballast-worker", "--service",
              service_address, "--job", job, "--out", self.out, *training.words(), *flags],
             self.progress_file, self.errors,
@@ -176,7 +178,7 @@ class Run:
     def story(self):
         """For a failure: the last words of everybody."""
         text = f"\n  job {self.job}, step {self.step()}, run_workers.py said:{tail(self.errors)}"
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             text += f"\n    rank {rank} said:{tail(self.folder / f'rank-{rank}.err', 20)}"
         return text
 
@@ -190,14 +192,15 @@ class Result:
     decisions: list  # Step, norm, clip and hyper-parameters, as the service recorded them.
 
 
-def result_of(run, service):
+def result_of(run, service, *, has_state=True):
+    """has_state: the service can save the job; else its state is left out."""
     with open(run.out / "losses.csv", newline="") as file:
         losses = [(row["step"], row["loss"], row["norm"], row["clip"]) for row in csv.DictReader(file)]
     job = service.job(run.job)
     decisions = [(step["step"], step["applied"], step["norm"], step["clip_coefficient"],
                   step["micro_steps"], step["hyper_parameters"]) for step in job["recent_steps"]]
     return Result(weights=hashlib.sha256((run.out / "weights.bin").read_bytes()).hexdigest(),
-                  state=service.state_hashes(run.job), losses=losses, decisions=decisions)
+                  state=service.state_hashes(run.job) if has_state else {}, losses=losses, decisions=decisions)
 
 
 def undisturbed_result(folder, service, name, training):
