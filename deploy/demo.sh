@@ -12,6 +12,7 @@ usage: deploy/demo.sh [flags]
 
   --text FILE        text to train on (default: the licences in /usr/share/common-licenses)
   --workers N        worker processes (default 2)
+  --members N        services that hold the job together, at most one a worker (default 1)
   --steps N          optimizer steps (default 100)
   --micro-steps N    backward passes a step (default 2)
   --update MODE      wait or speculate: when the service updates (default: speculate)
@@ -24,13 +25,13 @@ END
 }
 
 job=demo
-text="" workers=2 steps=100 micro_steps=2 update=speculate shared_memory=auto out="" listen=127.0.0.1:0
+text="" workers=2 members=1 steps=100 micro_steps=2 update=speculate shared_memory=auto out="" listen=127.0.0.1:0
 needed_kib=65536 # Two copies of the weights, two of the curves, and room to spare.
 
-scratch=""   # Logs and the port file; kept when the demo fails.
+scratch=""   # Logs and the port files; kept when the demo fails.
 partial=""   # Results under way, on the file system of --out.
 made=()      # --out and its parents, as far as they were not there before; the innermost first.
-service_pid=""
+service_pids=() addresses=()
 child_pid="" # The launcher of the workers.
 
 fail() {
@@ -54,7 +55,8 @@ cleanup() {
   local code=$?
   trap - EXIT INT TERM
   [[ -z $child_pid ]] || stop "$child_pid"
-  [[ -z $service_pid ]] || stop "$service_pid"
+  local pid
+  for pid in "${service_pids[@]}"; do stop "$pid"; done
   [[ -z $partial ]] || rm -rf "$partial"
   if ((code == 0 || code > 128)); then # A signal leaves no reason to look for.
     [[ -z $scratch ]] || rm -rf "$scratch"
@@ -87,7 +89,7 @@ parse_flags() {
         usage
         exit 0
         ;;
-      --text | --workers | --steps | --micro-steps | --update | --shared-memory | --out | --listen) ;;
+      --text | --workers | --members | --steps | --micro-steps | --update | --shared-memory | --out | --listen) ;;
       *) fail "unknown flag '$1'; see deploy/demo.sh --help" ;;
     esac
     if [[ $1 == *=* ]]; then
@@ -101,6 +103,7 @@ parse_flags() {
     case $flag in
       --text) text=${value:+$(from_caller "$value")} ;;
       --workers) workers=$value ;;
+      --members) members=$value ;;
       --steps) steps=$value ;;
       --micro-steps) micro_steps=$value ;;
       --update) update=$value ;;
@@ -119,6 +122,9 @@ check_number() { # FLAG VALUE LARGEST
 
 check_flags() {
   check_number --workers "$workers" 64
+  check_number --members "$members" "$workers"
+  ((members == 1)) || [[ $listen == *:0 ]] ||
+    fail "--listen is '$listen', which $members services cannot share; leave it out"
   check_number --steps "$steps" 1000000
   check_number --micro-steps "$micro_steps" 4096
   [[ $update == wait || $update == speculate ]] ||
@@ -170,25 +176,34 @@ build() {
   bin=$PWD/build/release/bin
 }
 
+# start_service NAME: whose log is NAME.log.
 start_service() {
-  "$bin/ballastd" --listen "$listen" --port-file "$scratch/address" --log-level warning \
-    >"$scratch/ballastd.log" 2>&1 &
-  service_pid=$!
-  local code=0
+  local name=$1 code=0 address
+  "$bin/ballastd" --listen "$listen" --port-file "$scratch/$name.address" --log-level warning \
+    >"$scratch/$name.log" 2>&1 &
+  local pid=$!
+  service_pids+=("$pid")
   for _ in {1..600}; do
-    if read -r address 2>/dev/null <"$scratch/address"; then
-      echo "service   $address, process $service_pid" \
+    if read -r address 2>/dev/null <"$scratch/$name.address"; then
+      addresses+=("$address")
+      echo "service   $address, process $pid" \
         "(look in: ${bin#"$PWD"/}/ballast job $job --service $address)"
       return
     fi
-    if ! kill -0 "$service_pid" 2>/dev/null; then
-      wait "$service_pid" || code=$?
-      service_pid=""
-      fail "the service did not start: $(last_words "$scratch/ballastd.log")"
+    if ! kill -0 "$pid" 2>/dev/null; then
+      wait "$pid" || code=$?
+      unset "service_pids[-1]"
+      fail "the service did not start: $(last_words "$scratch/$name.log")"
     fi
     sleep 0.05
   done
   fail "the service did not report its address within 30 seconds"
+}
+
+# Whether all services live.
+services_live() {
+  local pid
+  for pid in "${service_pids[@]}"; do kill -0 "$pid" 2>/dev/null || return 1; done
 }
 
 # train NAME OUT FLAG...: all workers, to the end. In the background, so that bash handles a signal at once.
@@ -203,8 +218,8 @@ train() {
   # Bash would add a line of its own should the service be killed meanwhile.
   wait "$child_pid" 2>/dev/null || code=$?
   child_pid=""
-  ((code == 0)) || kill -0 "$service_pid" 2>/dev/null ||
-    fail "the service died during the training: $(last_words "$scratch/ballastd.log" "$scratch/$name.err")"
+  ((code == 0)) || services_live ||
+    fail "the service died during the training: $(last_words "$scratch"/ballastd*.log "$scratch/$name.err")"
   ((code == 0)) || fail "training ($name) stopped: $(last_words "$scratch/$name.err")"
 }
 
@@ -214,21 +229,23 @@ ask() {
   shift
   echo
   echo "\$ ballast $*"
-  "$bin/ballast" "$@" --service "$address" >"$partial/$name.txt" 2>"$scratch/cli.err" ||
+  "$bin/ballast" "$@" --service "${addresses[0]}" >"$partial/$name.txt" 2>"$scratch/cli.err" ||
     fail "ballast $* failed: $(last_words "$scratch/cli.err" "$partial/$name.txt")"
   cat "$partial/$name.txt"
 }
 
-# Stops the service as an operator would: first the job, then the process, which then has nothing to
-# lose and says so by its exit code.
-stop_service() {
-  local code=0
-  "$bin/ballast" close "$job" --force --service "$address" >/dev/null 2>"$scratch/cli.err" ||
+# Stops the services as an operator would: first the job, then the processes, which then have nothing
+# to lose and say so by their exit codes.
+stop_services() {
+  local pid code=0
+  "$bin/ballast" close "$job" --force --service "${addresses[0]}" >/dev/null 2>"$scratch/cli.err" ||
     fail "ballast close $job failed: $(last_words "$scratch/cli.err")"
-  stop "$service_pid"
-  wait "$service_pid" || code=$?
-  service_pid=""
-  ((code == 0)) || fail "the service ended with exit code $code: $(last_words "$scratch/ballastd.log")"
+  for pid in "${service_pids[@]}"; do
+    stop "$pid"
+    wait "$pid" || code=$?
+  done
+  service_pids=()
+  ((code == 0)) || fail "the service ended with exit code $code: $(last_words "$scratch"/ballastd*.log)"
 }
 
 publish() {
@@ -246,8 +263,8 @@ prepare_folders
 build
 
 echo "training  $workers workers, $steps steps of $micro_steps micro-steps, on ${text:-the licences that Debian has}"
-start_service
-train service "$partial" --service "$address" --optimizer=service --update "$update" \
+for ((member = 0; member < members; ++member)); do start_service "ballastd$member"; done
+train service "$partial" --service "$(IFS=,; echo "${addresses[*]}")" --optimizer=service --update "$update" \
   --shared-memory "$shared_memory"
 echo
 echo "the same  with the optimizer in the workers, by the scalar reference"
@@ -261,7 +278,7 @@ proof=$(deploy/compare_runs.py --service "$partial" --local "$partial/local" \
 ask job job "$job"
 ask groups groups "$job"
 ask state state "$job" h.0.attn.c_attn.weight
-stop_service
+stop_services
 
 deploy/plot_loss.py --service "$partial/losses.csv" --local "$partial/local/losses.csv" \
   --out "$partial/loss.svg" --summary "$partial/summary.json" 2>"$scratch/plot.err" ||

@@ -55,7 +55,7 @@ if os.environ.get("FAIL_RANK") == str(rank):
     sys.exit("loss is not finite; lower the learning rate")
 if os.environ.get("FAIL_RANK"):
     time.sleep(600)
-print(f"rank {rank} of {world} done")
+print(f"rank {rank} of {world} done" + ("" if local else f" over {flags['--service']}"))
 if rank == 0:
     out = pathlib.Path(flags["--out"])
     out.mkdir(exist_ok=True)
@@ -146,6 +146,17 @@ class Demo(unittest.TestCase):
         self.assertIn("rank 0 of 3 done", result.stdout)
         self.assertNotIn("rank 1 of 3 done", result.stdout)
         self.assert_nobody_left()
+
+    def test_trains_over_several_services(self):
+        result = self.demo("--members=2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stdout, r"rank 0 of 2 done over 127\.0\.0\.1:\d+,127\.0\.0\.1:\d+\n")
+        self.assertEqual(len((self.dir / "pids").read_text().split()), 2 + 2 + 2)
+        self.assert_nobody_left()
+
+    def test_refuses_services_that_cannot_be(self):
+        self.assert_refused(self.demo("--members", "3"), "--members is '3', expected a whole number from 1 to 2")
+        self.assert_refused(self.demo("--members", "2", "--listen=127.0.0.1:7070"), "--listen is '127.0.0.1:7070'")
 
     def test_passes_the_update_mode_on(self):
         self.assertEqual(self.demo("--update=wait", "--shared-memory=never").returncode, 0)
