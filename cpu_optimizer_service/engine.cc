@@ -454,7 +454,7 @@ Pending Engine::Close(std::shared_ptr<Job> job, std::optional<Job::Use> unused, 
                       Done<bool> done) {
   auto& closing = static_cast<JobImpl&>(*job);
   // A caller that goes is told so, and the job is closed all the same.
-  const auto caller = std::make_shared<Impl::Caller<bool>>(std::move(done));
+  const auto caller = std::make_shared<Impl::Caller>(std::move(done));
   auto pending = std::make_shared<Pending>(closing.Close(
       unused, here, [this, job = std::move(job), caller](absl::StatusOr<bool> closed) mutable {
         std::shared_ptr<JobImpl> successor;

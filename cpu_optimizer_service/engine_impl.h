@@ -138,12 +138,11 @@ struct Engine::Impl {
   void TellOfCreation(const Job& job, const absl::Status& status, Clock::duration took) const;
 
   // Is told once.
-  template <typename T>
   class Caller {
    public:
-    explicit Caller(Done<T> done) : done_(std::move(done)) {}
-    void Tell(absl::StatusOr<T> result) {
-      Done<T> done;
+    explicit Caller(Done<bool> done) : done_(std::move(done)) {}
+    void Tell(absl::StatusOr<bool> result) {
+      Done<bool> done;
       {
         MutexLock lock(mutex_);
         std::swap(done, done_);
@@ -153,7 +152,7 @@ struct Engine::Impl {
 
    private:
     Mutex mutex_;
-    Done<T> done_ ABSL_GUARDED_BY(mutex_);
+    Done<bool> done_ ABSL_GUARDED_BY(mutex_);
   };
   // Parts of jobs that are made or closed on threads, which use the rest of this.
   class UnderWay {

@@ -54,14 +54,14 @@ class Pieces {
 
 }  // namespace
 
-absl::Status MemberReads::Read(
-    const v1::ReadStateRequest& request,
-    const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) const {
+absl::Status ReadFromMembers(
+    const MemberChannels& channels, absl::Duration timeout, const v1::ReadStateRequest& request,
+    const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
   v1::ReadStateRequest here = request;
   here.set_here(true);
   std::vector<std::unique_ptr<Pieces>> members;
-  for (const auto& [address, channel] : channels_) {
-    members.push_back(std::make_unique<Pieces>(address, channel, here, timeout_));
+  for (const auto& [address, channel] : channels) {
+    members.push_back(std::make_unique<Pieces>(address, channel, here, timeout));
   }
   v1::ReadStateResponse first;  // Without elements.
   int64_t elements = 1;

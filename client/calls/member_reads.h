@@ -15,24 +15,14 @@
 
 namespace ballast::client {
 
-class MemberReads {
- public:
-  using Channels = std::map<std::string, std::shared_ptr<grpc::Channel>>;  // By address.
+using MemberChannels = std::map<std::string, std::shared_ptr<grpc::Channel>>;  // By address.
 
-  // `timeout`: of each call.
-  MemberReads(const Channels& channels, absl::Duration timeout)
-      : channels_(channels), timeout_(timeout) {}
-
-  // Reads from all members at once, and calls `receive` for each part of the whole, in order; its
-  // first error ends the call. UNAVAILABLE: members were at different steps; read again. DATA_LOSS:
-  // no member has some element.
-  absl::Status Read(const v1::ReadStateRequest& request,
-                    const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) const;
-
- private:
-  const Channels& channels_;
-  const absl::Duration timeout_;
-};
+// Reads from all members at once, each for at most `timeout`, and calls `receive` for each part of
+// the whole, in order; its first error ends the call. UNAVAILABLE: members were at different steps;
+// read again. DATA_LOSS: no member has some element.
+absl::Status ReadFromMembers(
+    const MemberChannels& channels, absl::Duration timeout, const v1::ReadStateRequest& request,
+    const std::function<absl::Status(const v1::ReadStateResponse&)>& receive);
 
 }  // namespace ballast::client
 

@@ -245,14 +245,14 @@ absl::Status Service::ReadState(
                                     request.name());
   if (ReasonOf(read) != reason::kOtherMembersHaveParts) return read;
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob(proto::JobOf(request.name()), false));
-  MemberReads::Channels channels;
+  MemberChannels channels;
   for (const v1::JobMember& member : job.members()) {
     BALLAST_ASSIGN_OR_RETURN(channels[member.address()],
                              NewChannel(member.address(), credentials_));
   }
   return WhileItMayHeal([&]() -> absl::Status {
     begin();
-    return MemberReads(channels, timeout_).Read(request, receive);
+    return ReadFromMembers(channels, timeout_, request, receive);
   });
 }
 

@@ -54,9 +54,7 @@ void JobImpl::BeginIfAllHaveWeights() {
                      "; restart all ranks from the same state")));
   }
   BeginWith(state);
-  for (const Link& link : links_) {
-    if (link.sink != nullptr) link.sink->Send({LeadWord::Begin{state}});
-  }
+  TellAllNow({LeadWord::Begin{state}});
 }
 
 void JobImpl::BeginWith(const FirstState& state) {
@@ -85,9 +83,7 @@ void JobImpl::Take(LeadWord::OtherStates& other) {
 
 // What members have said in this generation is void with it.
 void JobImpl::RefuseFirstStates(const absl::Status& why) {
-  for (const Link& link : links_) {
-    if (link.sink != nullptr) link.sink->Send({LeadWord::OtherStates{why}});
-  }
+  TellAllNow({LeadWord::OtherStates{why}});
   EndForOtherStates(why);
   RaiseGeneration(std::string(why.message()), [] {});
 }

@@ -423,6 +423,8 @@ class JobImpl : public Job {
   void TakeFrom(int member, MemberWord::Ask& ask, std::vector<ToMember>& told)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TellMembers(std::vector<ToMember> told) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // In a section, as TellAll.
+  void TellAllNow(const LeadWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TellDecision(int member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Say(MemberWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The lead says it to itself, as the next two.

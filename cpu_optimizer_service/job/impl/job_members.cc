@@ -94,10 +94,10 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
   if (stands.generation > core_.record.generation || (stands.has_weights && !has_weights) ||
       (stands.has_weights && stands.committed_step > decided)) {
     // It has followed another lead, or this one is not what it was.
-    return core_.Tell(absl::StrCat(
-        "member ", spec().members[member].address, " is at step ", stands.committed_step,
-        " of generation ", ToString(stands.generation), ", ahead of its lead at step ", decided,
-        " of ", ToString(core_.record.generation), "; close the job at both"));
+    return core_.Tell(absl::StrCat(seats_.NameOf(member), " is at step ", stands.committed_step,
+                                   " of generation ", ToString(stands.generation),
+                                   ", ahead of its lead at step ", decided, " of ",
+                                   ToString(core_.record.generation), "; close the job at both"));
   }
   // What it is told first, it stands behind before it hears the rest.
   if (has_weights && !stands.has_weights) return link.sink->Send({LeadWord::Begin{StateNow()}});

@@ -332,8 +332,8 @@ absl::Status JobImpl::TakeOverStep(std::string& story) {
     core_.record.generation = core_.record.generation.Next();
   } else {
     core_.record.lost_part =
-        absl::StrCat("member ", spec().members[core_.identity.member].address,
-                     " has lost its part of step ", step, ": ", status.message());
+        absl::StrCat(seats_.NameOf(core_.identity.member), " has lost its part of step ", step,
+                     ": ", status.message());
   }
   ++core_.record.epoch;
   journal_.Keep();

@@ -42,6 +42,10 @@ MemberWord::Seat JobImpl::SeatNow(absl::Status error) const {
 
 void JobImpl::TellAll(const LeadWord& word) {
   const JobCore::Section section(core_);
+  TellAllNow(word);
+}
+
+void JobImpl::TellAllNow(const LeadWord& word) {
   for (const Link& link : links_) {
     if (link.sink != nullptr) link.sink->Send(word);
   }
@@ -55,8 +59,7 @@ void JobImpl::TakeFrom(int member, MemberWord::Seat& seat, std::vector<ToMember>
     return EndClosing();
   }
   if (is_established_ && !is_kept) {
-    core_.Tell(absl::StrCat("member ", spec().members[member].address,
-                            " has not its part of the job: ",
+    core_.Tell(absl::StrCat(seats_.NameOf(member), " has not its part of the job: ",
                             seat.error.ok() ? "it is closed there" : seat.error.message(),
                             "; close the job, and load its last checkpoint into a new one"));
   }
@@ -91,9 +94,7 @@ void JobImpl::CloseNow(const std::string& why, bool everywhere) {
                     if (everywhere && core_.identity.is_lead() && !is_alone()) {
                       core_.record.closing = why;
                       journal_.Keep();
-                      for (const Link& link : links_) {
-                        if (link.sink != nullptr) link.sink->Send({LeadWord::Close{why}});
-                      }
+                      TellAllNow({LeadWord::Close{why}});
                     }
                     EndClosing(/*here=*/core_.record.closing.empty());
                   });
@@ -108,7 +109,7 @@ void JobImpl::EndClosing(bool here) {
 
 std::string JobImpl::WhoHasNotClosed() const {
   const int member = seats_.FirstNotClosed();
-  return member == -1 ? "none" : absl::StrCat("member ", spec().members[member].address);
+  return member == -1 ? "none" : seats_.NameOf(member);
 }
 
 absl::Status JobImpl::CheckAlone(absl::string_view what) const {
@@ -120,8 +121,8 @@ absl::Status JobImpl::CheckAlone(absl::string_view what) const {
 absl::Status JobImpl::CheckLeads() const {
   if (core_.identity.is_lead()) return absl::OkStatus();
   return WithReason(
-      absl::FailedPreconditionError(absl::StrCat("member ", spec().members[spec().lead()].address,
-                                                 " leads job ", spec().name, "; call it there")),
+      absl::FailedPreconditionError(absl::StrCat(seats_.NameOf(spec().lead()), " leads job ",
+                                                 spec().name, "; call it there")),
       reason::kOtherMemberLeads);
 }
 

@@ -52,8 +52,7 @@ JobImpl::Awaited JobImpl::AwaitedByAll() const {
   if (!core_.identity.is_lead()) {
     if (is_reported() && to_lead_.sink == nullptr) {
       awaited.ranks = spec().RanksOf(spec().lead());
-      why.push_back(to_lead_.no_link.Of(
-          absl::StrCat("member ", spec().members[spec().lead()].address, ", the lead,")));
+      why.push_back(to_lead_.no_link.Of(absl::StrCat(seats_.NameOf(spec().lead()), ", the lead,")));
     }
   } else if (first_report_.has_value() && lead_.step() == DecidedStep() + 1) {
     awaited.step = lead_.step();
@@ -63,8 +62,7 @@ JobImpl::Awaited JobImpl::AwaitedByAll() const {
       const std::vector<int> ranks = spec().RanksOf(member);
       awaited.ranks.insert(awaited.ranks.end(), ranks.begin(), ranks.end());
       if (member != core_.identity.member)
-        why.push_back(
-            links_[member].no_link.Of(absl::StrCat("member ", spec().members[member].address)));
+        why.push_back(links_[member].no_link.Of(seats_.NameOf(member)));
     }
     std::sort(awaited.ranks.begin(), awaited.ranks.end());
   }

@@ -41,6 +41,7 @@ class MemberSeats {
   // UNAVAILABLE: a link has ended meanwhile.
   absl::Status AwaitKept();
 
+  std::string NameOf(int member) const;  // "member gpu3:7070"
   // The first member, other than the lead, that has not said that its part is closed; -1: all have.
   int FirstNotClosed() const;
 
@@ -50,7 +51,6 @@ class MemberSeats {
     absl::Status unreachable = absl::UnavailableError("it has not answered");  // OK: it is there.
   };
 
-  std::string NameOf(int member) const;
   absl::Status WhyNone(int member, const Seat& seat) const;
   absl::Status WhyNoRoom(const Seat& here) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

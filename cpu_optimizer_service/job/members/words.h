@@ -24,8 +24,8 @@ namespace ballast {
 struct Follow {
   std::string uid;
   JobSpec spec;
-  int member = 0;       // Which of spec.members is meant.
-  bool is_new = false;  // The job is being created. Otherwise the member has its part.
+  int member = 0;         // Which of spec.members is meant.
+  bool is_new = false;    // The job is being created. Otherwise the member has its part.
   uint64_t creation = 0;  // Rises with every creation by this lead.
 };
 
