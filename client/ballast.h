@@ -42,7 +42,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 8
+#define BALLAST_API_VERSION 9
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -178,6 +178,12 @@ typedef struct ballast_job {
   size_t mesh_dimensions;
   int32_t on_abort;      /* ballast_on_abort */
   int32_t keep_previous; /* 1: allows ballast_undo; costs memory for one more version. */
+  /* Addresses of the services that hold the job together, as they reach each other, and
+   * world_size values: by rank the index of its home. Each member is some rank's home. The same on
+   * all ranks. member_count 0: as ballast_options.service says. Since version 9. */
+  const char* const* members;
+  size_t member_count;
+  const int32_t* homes;
 } ballast_job;
 
 typedef struct ballast_options {
@@ -185,7 +191,8 @@ typedef struct ballast_options {
   /* "host:port" or "unix:/path". Or several with commas between, "a:7070,b:7070", which hold the
    * job together. All ranks give the same ones in the same order. Each service gets consecutive
    * ranks in even shares, and a session goes to that of its rank. Calls without a session go to the
-   * first. */
+   * first. If the job has members: how this rank reaches its home, such as by a unix socket; "": at
+   * the member's address. */
   const char* service;
   const ballast_job* job;
   int32_t rank;

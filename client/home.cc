@@ -13,7 +13,8 @@ namespace ballast::client {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectHome(const std::string& services, int rank,
                                                            JobSpec& job, absl::Duration timeout,
                                                            const Credentials& credentials) {
-  if (job.members.empty()) {
+  const bool has_members = !job.members.empty();
+  if (!has_members) {
     BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> addresses, ParseServices(services));
     // Session::Open checks the rank.
     if (addresses.size() == 1) return Connect(addresses[0], timeout, credentials);
@@ -29,7 +30,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectHome(const std::string& se
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", rank, " is not in a world of size ", job.layout.world_size));
   }
-  return Connect(job.members[job.home(rank)].address, timeout, credentials);
+  const std::string& home = job.members[job.home(rank)].address;
+  return Connect(has_members && !services.empty() ? services : home, timeout, credentials);
 }
 
 }  // namespace ballast::client

@@ -20,9 +20,10 @@ namespace ballast::client {
 
 // `services`: one address, or several with commas between, the same on all ranks. Several get
 // consecutive ranks in even shares, which are written to job.members and job.homes; so rank 0's home
-// is the first. If `job` has members already, they count, and `services` is not read. Of a job
-// without members only layout.world_size is read. INVALID_ARGUMENT: an address is wrong or named
-// twice, there are more services than ranks, or the rank does not exist. Other errors as in Connect.
+// is the first. If `job` has members already, they count. Then `services` is how this rank reaches
+// its home, such as by its unix socket; empty: at the member's address. Of a job without members
+// only layout.world_size is read. INVALID_ARGUMENT: an address is wrong or named twice, there are
+// more services than ranks, or the rank does not exist. Other errors as in Connect.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectHome(
     const std::string& services, int rank, JobSpec& job, absl::Duration timeout = absl::Seconds(10),
     const Credentials& credentials = OrEnvironment({}));

@@ -71,6 +71,27 @@ bool IsLocal(const Address& address) {
   return inet_pton(AF_INET6, address.host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
 }
 
+absl::Status CheckAdvertised(const std::string& text) {
+  const absl::StatusOr<Address> address = ParseAddress(text);
+  if (address.ok() && address->port > 0 && address->host != "0.0.0.0" && address->host != "::") {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("flag --advertise: other services cannot connect to '", text,
+                   "'; give HOST:PORT, such as gpu1:7070 or [fd00::1]:7070"));
+}
+
+std::string AdvertisedOf(const std::vector<std::string>& listening) {
+  std::string advertised;
+  for (const std::string& text : listening) {
+    const absl::StatusOr<Address> address = ParseAddress(text);
+    if (!address.ok() || !address->unix_path.empty()) continue;
+    if (!IsLocal(*address)) return text;
+    if (advertised.empty()) advertised = text;
+  }
+  return advertised;
+}
+
 absl::Status CheckUnixSocketIsFree(const Address& address) {
   sockaddr_un name = {};
   name.sun_family = AF_UNIX;

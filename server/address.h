@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -25,6 +26,13 @@ absl::StatusOr<Address> ParseAddress(const std::string& text);
 
 // Whether only this host can reach it: a unix socket, localhost, 127.0.0.0/8 or ::1.
 bool IsLocal(const Address& address);
+
+// INVALID_ARGUMENT, in one line, unless `text` is a "HOST:PORT" that other hosts may connect to.
+absl::Status CheckAdvertised(const std::string& text);
+
+// Of the addresses that a service listens on, in ParseAddress's form, the one at which other services
+// reach it: the first of TCP that is not only this host's, or else the first of TCP. Empty: none.
+std::string AdvertisedOf(const std::vector<std::string>& listening);
 
 // UNAVAILABLE if another process listens on this unix socket, or if that is unknown:
 // ListeningSockets::Add would silently replace it.

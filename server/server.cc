@@ -64,6 +64,7 @@ absl::StatusOr<std::vector<Address>> ParseAddresses(const ServerOptions& options
     BALLAST_RETURN_IF_ERROR(CheckOpenness(address, options));
     addresses.push_back(std::move(address));
   }
+  if (!options.advertise.empty()) BALLAST_RETURN_IF_ERROR(CheckAdvertised(options.advertise));
   return addresses;
 }
 
@@ -140,7 +141,7 @@ struct Server::Impl {
         engine(engine) {}
 
   absl::Status Listen(const std::vector<Address>& parsed, const Engine& engine,
-                      const std::vector<grpc::Service*>& more_services);
+                      const ServerOptions& options);
 
   // Members end in the reverse of this order: what a call uses is here before what begins calls.
   const std::unique_ptr<Access> access;
@@ -166,7 +167,7 @@ struct Server::Impl {
 };
 
 absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engine& engine,
-                                  const std::vector<grpc::Service*>& more_services) {
+                                  const ServerOptions& options) {
   grpc::ServerBuilder builder;
   ConfigureTransport(builder, engine.memory().limit_bytes());
   other_methods = AnswerUnknownMethods(builder);
@@ -179,7 +180,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
   builder.RegisterService(&member_service);
   builder.RegisterService(&state_service);
   builder.RegisterService(&reflection);
-  for (grpc::Service* service : more_services) builder.RegisterService(service);
+  for (grpc::Service* service : options.more_services) builder.RegisterService(service);
   ListeningSockets sockets;
   const auto warn = [](const std::string& line) { spdlog::warn("{}", line); };
   // Addresses that are listened on no more are given up first, as a new one may need their port,
@@ -190,6 +191,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
                              sockets.Add(address, engine.named_memory(), warn));
   }
   if (engine.named_memory() != nullptr) sockets.ForgetKept(*engine.named_memory());
+  job_service.IsReachedAt(options.advertise.empty() ? AdvertisedOf(addresses) : options.advertise);
   // The builder has no address: all connections come through the acceptors.
   grpc_server = builder.BuildAndStart();
   if (grpc_server == nullptr) {
@@ -231,7 +233,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
       CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
                       std::move(unix_sockets)));
   impl->member_links = std::make_unique<MemberLinks>(impl->tls->channel_credentials());
-  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options.more_services));
+  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options));
   engine.UseDialer(impl->member_links.get());
   impl->seal_reminders.emplace(
       "remind-of-seals", absl::ToChronoNanoseconds(absl::Seconds(options.seal_reminder_seconds)),

@@ -30,6 +30,8 @@ struct ServerOptions {
   // "HOST:PORT" (port 0: the system chooses) or "unix:/path". If empty, the server is reachable
   // through InProcessChannel only.
   std::vector<std::string> listen = {"127.0.0.1:7070"};
+  // "HOST:PORT" at which other services reach this one. Empty: AdvertisedOf the above.
+  std::string advertise;
   // Who may do what, and TLS. Empty: every caller may do everything.
   AccessOptions access;
   // Allow addresses that other hosts can reach without TLS and authentication of every caller.

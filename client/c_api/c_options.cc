@@ -140,6 +140,23 @@ absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given,
   return parameter;
 }
 
+absl::Status ReadMembers(const ballast_job& given, JobSpec& job) {
+  if (given.member_count == 0) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(CheckGiven(given.members, "ballast_job.members"));
+  BALLAST_RETURN_IF_ERROR(CheckGiven(given.homes, "ballast_job.homes"));
+  if (given.member_count > static_cast<size_t>(given.world_size)) {
+    return absl::InvalidArgumentError(absl::StrCat("the job has ", given.member_count,
+                                                   " members for ", given.world_size,
+                                                   " ranks, and each needs a rank"));
+  }
+  for (size_t m = 0; m < given.member_count; ++m) {
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.members[m], "an address of ballast_job.members"));
+    job.members.push_back({.address = given.members[m]});
+  }
+  job.homes.assign(given.homes, given.homes + given.world_size);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(given.name, "ballast_job.name"));
   if (given.group_count > 0) {
@@ -213,6 +230,7 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
         absl::StrCat("keep_previous is ", given.keep_previous, "; expected 0 or 1"));
   }
   job.keep_previous = given.keep_previous == 1;
+  BALLAST_RETURN_IF_ERROR(ReadMembers(given, job));
   return job;
 }
 

@@ -47,6 +47,9 @@ void AddFlags(BallastdFlags& flags, Texts& texts, CommandLine& line) {
       "listen", texts.listen,
       "Addresses to listen on, separated by commas: HOST:PORT or unix:/path. Port 0: the system "
       "chooses.");
+  line.Add("advertise", flags.server.advertise,
+           "HOST:PORT at which services on other hosts reach this one, for jobs that span hosts. "
+           "Default: from --listen, its first address that other hosts can reach.");
   line.Add("insecure", flags.server.insecure,
            "Allow addresses that other hosts can reach without authentication. Every such host may "
            "do everything.");

@@ -183,6 +183,7 @@ absl::StatusOr<v1::ListJobsResponse> JobService::List(const Caller& caller,
   response.set_instance_id(engine_.instance_id());
   response.set_memory_used_bytes(engine_.memory().used_bytes());
   response.set_memory_limit_bytes(engine_.memory().limit_bytes());
+  response.set_advertised_address(advertised_);
   size_t page_bytes = 0;
   std::set<std::string> being_created;
   // By name, and of one name in both lists, which is ready by now, only that.

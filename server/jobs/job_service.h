@@ -2,6 +2,9 @@
 #ifndef BALLAST_SERVER_JOBS_JOB_SERVICE_H_
 #define BALLAST_SERVER_JOBS_JOB_SERVICE_H_
 
+#include <string>
+#include <utility>
+
 #include "ballast/v1/jobs.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/call_pool.h"
@@ -18,6 +21,9 @@ class JobService final : public RawService<v1::JobService> {
   // `shared_memory_server` is null if no memory is shared with workers.
   JobService(Engine& engine, const Access& access, CallPools& pools, const CheckpointPaths& paths,
              SharedMemoryServer* shared_memory_server);
+
+  // Before any call: the address that clients are told for other services; "" for none.
+  void IsReachedAt(std::string advertised) { advertised_ = std::move(advertised); }
 
  private:
   absl::Status Create(UnaryCall& call, const grpc::ByteBuffer& bytes);
@@ -36,6 +42,7 @@ class JobService final : public RawService<v1::JobService> {
   Engine& engine_;
   const CheckpointPaths& paths_;
   SharedMemoryServer* const shared_memory_server_;
+  std::string advertised_;
 };
 
 }  // namespace ballast::server

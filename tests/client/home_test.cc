@@ -58,8 +58,18 @@ TEST_F(Home, IsWhatTheJobSaysIfItHasMembers) {
   job.members = {{AddressOf(second_)}, {AddressOf(first_)}};
   job.homes = {1, 0, 1};
   const JobSpec given = job;
-  EXPECT_EQ(Reached("not read", 0, job), &first_.engine());
-  EXPECT_EQ(Reached("not read", 1, job), &second_.engine());
+  EXPECT_EQ(Reached("", 0, job), &first_.engine());
+  EXPECT_EQ(Reached("", 1, job), &second_.engine());
+  EXPECT_EQ(job, given);
+}
+
+TEST_F(Home, OfAJobWithMembersMayBeReachedElsewhere) {
+  JobSpec job = SmallJob("elsewhere", 2);
+  job.members = {{"gpu1:7070"}, {"gpu2:7070"}};
+  job.homes = {0, 1};
+  const JobSpec given = job;
+  EXPECT_EQ(Reached(AddressOf(first_), 0, job), &first_.engine());
+  EXPECT_EQ(Reached(AddressOf(second_), 1, job), &second_.engine());
   EXPECT_EQ(job, given);
 }
 
@@ -80,6 +90,8 @@ TEST_F(Home, IsRefusedWhereThereCanBeNone) {
   given.members = {{"a:1"}, {"b:1"}};
   given.homes = {0, 0};
   expect_refused("", 0, given);
+  given.homes = {0, 1};
+  expect_refused("gpu1", 0, given);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
-from processes import await_, read, start, stop  # noqa: E402
+from processes import await_, children_of, read, start, stop  # noqa: E402
 
 NOT_THERE = 77  # CTest counts it as skipped.
 WIRE = pathlib.Path(__file__).with_name("wire.py")
@@ -48,25 +48,32 @@ def enter_network_of_own():
 
 class Host:
     """A namespace with an address on the bridge. What it sends arrives `delay` seconds later; of its packets the share
-    `loss` does not."""
+    `loss` does not. whole: it also has a name, a /run and processes of its own, which end with it."""
 
-    def __init__(self, folder, number, delay, loss):
+    def __init__(self, folder, number, delay=0.0, loss=0.0, whole=False):
         self.address = f"10.77.0.{number}"
         self.port = f"port{number}"  # The bridge's end of its wire.
         self.log = folder / f"host-{number}.log"
         self.processes = []
         try:
-            self.open(f"02:00:00:00:00:{number:02x}", f"end{number}", delay, loss)
+            self.open(f"02:00:00:00:00:{number:02x}", f"end{number}", delay, loss, whole)
+            if whole:
+                self.do(sys.executable, "-c", f"import socket; socket.sethostname('gpu{number}')")
+                self.do("mount", "-t", "tmpfs", "run", "/run")
         except BaseException:
             self.close()
             raise
 
-    def open(self, hardware_address, end, delay, loss):
+    def open(self, hardware_address, end, delay, loss, whole):
         self.log.unlink(missing_ok=True)  # Of an earlier host of this number.
-        holder = start(["unshare", "--net", "sh", "-c", "echo made; exec sleep infinity"], self.log)
+        more = ["--mount", "--uts", "--pid", "--fork", "--kill-child"] if whole else []
+        holder = start(["unshare", "--net", *more, "sh", "-c", "echo made; exec sleep infinity"], self.log)
         self.processes.append(holder)
         await_("a namespace", lambda: "made" in read(self.log), holder)
         self.words = ["nsenter", f"--net=/proc/{holder.pid}/ns/net", "--"]  # Before a command: runs it here.
+        if whole:
+            self.words = ["nsenter", f"--target={children_of(holder.pid)[0]}", "--net", "--mount", "--uts", "--pid",
+                          f"--wd={os.getcwd()}", "--"]
         if delay or loss:
             self.processes.append(start([sys.executable, "-B", WIRE, end, self.port, delay, loss], self.log))
             await_("a wire", lambda: "wire is open" in read(self.log), self.processes[-1])
@@ -103,9 +110,9 @@ class Network:
             host.close()
         do("ip", "link", "del", "bridge")
 
-    def add_host(self, *, delay=0.0, loss=0.0):
+    def add_host(self, **options):
         number = next(number for number in range(1, 200) if number not in self.hosts)
-        self.hosts[number] = Host(self.folder, number, delay, loss)
+        self.hosts[number] = Host(self.folder, number, **options)
         return self.hosts[number]
 
     def remove_host(self, host):

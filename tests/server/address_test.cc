@@ -46,6 +46,22 @@ TEST(Address, IsLocalIfOnlyThisHostReachesIt) {
   }
 }
 
+TEST(Address, IsAdvertisedIfOthersCanConnectToIt) {
+  for (const char* good : {"gpu1:7070", "10.0.0.1:1", "[fd00::1]:7070", "127.0.0.1:7070"}) {
+    EXPECT_TRUE(CheckAdvertised(good).ok()) << good;
+  }
+  for (const char* bad : {"gpu1", "gpu1:0", "0.0.0.0:1", "[::]:1", "fd00::1:7070", "unix:/x"}) {
+    EXPECT_EQ(CheckAdvertised(bad).code(), absl::StatusCode::kInvalidArgument) << bad;
+  }
+}
+
+TEST(Address, OfListenersIsTheOneThatOtherHostsReach) {
+  EXPECT_EQ(AdvertisedOf({"unix:/x", "127.0.0.1:1", "gpu1:2", "gpu1:3"}), "gpu1:2");
+  EXPECT_EQ(AdvertisedOf({"127.0.0.1:1", "0.0.0.0:2"}), "0.0.0.0:2");
+  EXPECT_EQ(AdvertisedOf({"unix:/x", "[::1]:1"}), "[::1]:1");
+  EXPECT_EQ(AdvertisedOf({"unix:/x"}), "");
+}
+
 class UnixSocketTest : public testing::Test {
  protected:
   ~UnixSocketTest() override { std::filesystem::remove(path_); }

@@ -35,6 +35,17 @@ TEST(Server, ReportsThePortThatTheSystemChose) {
   EXPECT_EQ((*server)->addresses()[1], socket);
 }
 
+TEST(Server, TellsAtWhichAddressOtherServicesReachIt) {
+  for (const std::string advertise : {"", "gpu1:7070"}) {
+    ServiceForTests service({.listen = {"127.0.0.1:0"}, .advertise = advertise});
+    grpc::ClientContext context;
+    v1::ListJobsResponse response;
+    ASSERT_TRUE(service.jobs().ListJobs(&context, {}, &response).ok());
+    EXPECT_EQ(response.advertised_address(),
+              advertise.empty() ? service.server().addresses()[0] : advertise);
+  }
+}
+
 TEST(Server, RefusesATakenAddressNamingIt) {
   const std::string socket = "unix:" + testing::TempDir() + "ballast_t_" + std::to_string(getpid());
   ServiceForTests first({.listen = {"127.0.0.1:0", socket}});

@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence, Union
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 8
+API_VERSION = 9
 OK = 0
 DEADLINE_EXCEEDED = 4
 Services = Union[str, Sequence[str]]  # An address, several with commas between, or a list or tuple of them.
@@ -47,7 +47,8 @@ class Job(c.Structure):
                 ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64),
                 ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32),
                 ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t), ("on_abort", c.c_int32),
-                ("keep_previous", c.c_int32)]
+                ("keep_previous", c.c_int32), ("members", c.POINTER(c.c_char_p)), ("member_count", c.c_size_t),
+                ("homes", c.POINTER(c.c_int32))]
 
 
 class Options(c.Structure):

@@ -40,6 +40,12 @@ class Client:
         has stopped, and its problem says why and what to do."""
         return [_named(job) for job in self._read("JobService/ListJobs")["jobs"]]
 
+    def identity(self) -> tuple[str, str]:
+        """What two clients of the same service have in common, and "host:port" at which other services reach it: its
+        --advertise, or "" if it listens on unix sockets only. A host 0.0.0.0 or [::] is any address of its host."""
+        answer = self._read("JobService/ListJobs")
+        return answer["instance_id"], answer["advertised_address"]
+
     def job(self, name: str) -> dict[str, Any]:
         """A job as v1.Job: what each rank has sent, its groups, and the last decisions."""
         return _named(self._read("JobService/GetJob", name=f"jobs/{name}"))

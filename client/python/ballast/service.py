@@ -60,12 +60,15 @@ class Service:
     memory_limit: for all jobs together, for example "8GiB". threads: for updates; 0: one for each usable processor.
     checkpoint_dir: where jobs are saved: when the service ends, every `checkpoint_every` ("1000steps", "10min"), and
     with every `state_dict` of their optimizers. The service keeps checkpoint_keep scheduled checkpoints of each job.
-    It keeps all requested ones, or checkpoint_keep_asked of them, if that is not 0. If the service does not start
+    It keeps all requested ones, or checkpoint_keep_asked of them, if that is not 0. host: an address of this host, at
+    which the service also listens over TCP, so that it can hold jobs together with services on other hosts. That is
+    neither encrypted nor authenticated: everybody who reaches it may do everything. If the service does not start
     within start_timeout seconds: UnavailableError with the last line of its log."""
 
     def __init__(self, *, memory_limit: str | None = None, threads: int = 0,
                  checkpoint_dir: str | os.PathLike | None = None, checkpoint_every: str | None = None,
-                 checkpoint_keep: int = 3, checkpoint_keep_asked: int = 0, start_timeout: float = 30.0):
+                 checkpoint_keep: int = 3, checkpoint_keep_asked: int = 0, host: str | None = None,
+                 start_timeout: float = 30.0):
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
         program = _files.program("ballastd")
@@ -74,8 +77,13 @@ class Service:
         self._owner = os.getpid()
         self._log = self._folder / "ballastd.log"
         port_file = self._folder / "address"
-        flags = [f"--listen=unix:{self._folder / 'socket'}", f"--port-file={port_file}", "--nostartup-benchmark",
-                 "--log-level=warning", f"--threads={threads}"]
+        listen = f"unix:{self._folder / 'socket'}"
+        if host is not None:
+            listen += f",[{host}]:0" if ":" in host else f",{host}:0"
+        flags = [f"--listen={listen}", f"--port-file={port_file}", "--nostartup-benchmark", "--log-level=warning",
+                 f"--threads={threads}"]
+        if host is not None:
+            flags.append("--insecure")
         if memory_limit is not None:
             flags.append(f"--memory-limit={memory_limit}")
         if checkpoint_dir is not None:
@@ -103,6 +111,7 @@ class Service:
                 raise UnavailableError(f"ballastd did not start: {lines[-1]}")
             time.sleep(0.005)
         self.address = written.split()[0]
+        self.address_for_others = written.split()[1] if host is not None else ""  # "HOST:PORT".
 
     @property
     def pid(self) -> int:

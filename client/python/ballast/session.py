@@ -82,7 +82,8 @@ class Job:
     update_mode: "wait" or "speculate". on_abort, for lost steps: "redo" (sessions end with ABORTED) or "skip".
     keep_previous: allows `Session.undo`; the service keeps one more version of all state. mesh: names and sizes of
     its dimensions, ranks in row-major order. With a mesh each rank has a shard of every parameter, and all addresses
-    are those of its shards."""
+    are those of its shards. members: addresses of the services that hold the job together, as they reach each other.
+    homes: by rank, the index of the member that holds its part."""
 
     name: str
     groups: Sequence[Group]
@@ -94,6 +95,12 @@ class Job:
     mesh: Sequence[tuple[str, int]] = ()
     on_abort: str = "redo"
     keep_previous: bool = False
+    members: Sequence[str] = ()
+    homes: Sequence[int] = ()
+
+    def lead(self, rank: int, service: str) -> str:
+        """Where this rank, which reaches its home at `service`, reaches the member that leads: rank 0's home."""
+        return self.members[self.homes[0]] if self.members and self.homes[rank] != self.homes[0] else service
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +131,8 @@ class Norm:
 
 class Session:
     """A rank of a job on the service at `service` ("host:port" or "unix:/path"). Several services hold a job
-    together: "a:7070,b:7070" or a list, the same on all ranks. Each gets consecutive ranks in even shares.
+    together: "a:7070,b:7070" or a list, the same on all ranks. Each gets consecutive ranks in even shares. If the job
+    has members, `service` is how this rank reaches its home.
 
     weights: the addresses at which each parameter's weights are written, row-major in the group's return dtype. Only
     elements that this rank owns are written. The memory must stay until `close`; the session keeps `memory` for that.
@@ -153,6 +161,8 @@ class Session:
                  token_file: str | None = None):
         if len(weights) != len(job.parameters):
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
+        if len(job.homes) != (job.world_size if job.members else 0):
+            raise ValueError(f"{len(job.homes)} homes were given for {job.world_size} ranks on {len(job.members)} members")
         self.job, self.rank, self.timeout, self._memory = job, rank, timeout, memory
         self._handle = ctypes.c_void_p()
         self._give = _native.library().ballast_give_gradient
@@ -181,9 +191,11 @@ class Session:
             unused_policy=number_of(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
             update_mode=number_of(UPDATE_MODES, job.update_mode, "update_mode"),
             max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh),
-            on_abort=number_of(ON_ABORT, job.on_abort, "on_abort"), keep_previous=job.keep_previous)
+            on_abort=number_of(ON_ABORT, job.on_abort, "on_abort"), keep_previous=job.keep_previous,
+            members=(ctypes.c_char_p * len(job.members))(*[address.encode() for address in job.members]),
+            member_count=len(job.members), homes=(ctypes.c_int32 * len(job.homes))(*job.homes))
         files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
-        self._service = _native.service_options(service, max(reconnect_timeout, _CLOSE_SECONDS), reconnect_timeout,
+        self._service = _native.service_options(job.lead(rank, service), max(reconnect_timeout, _CLOSE_SECONDS), reconnect_timeout,
                                                 **files)
         options = _native.service_options(
             service, _SLICE_SECONDS, reconnect_timeout, **files, job=ctypes.pointer(native_job), rank=rank,

@@ -267,6 +267,24 @@ class Package(unittest.TestCase):
         with refused(self, ballast.FailedPreconditionError, "OTHER_DESCRIPTION"):
             Rank([nowhere, self.service.address], "alone", 1, 2)
 
+    def test_a_job_may_say_the_home_of_each_rank(self):
+        other = ballast.Service(memory_limit="256MiB")
+        self.addCleanup(other.stop)
+        addresses = [self.service.address, other.address]
+        spread = dict(members=addresses, homes=[0, 1, 1, 0])
+        ranks = [Rank(addresses[home], "spread", number, 4, **spread) for number, home in enumerate(spread["homes"])]
+        for rank in ranks:
+            self.addCleanup(rank.session.close)
+        for client in map(ballast.connect, addresses):
+            self.assertEqual(client.job("spread")["homes"], spread["homes"])
+        with refused(self, ValueError):
+            Rank(addresses[0], "short", 0, 4, members=addresses, homes=[0, 1])
+        with refused(self, ballast.InvalidArgumentError):
+            Rank(addresses[0], "idle", 0, 4, members=addresses, homes=[0] * 4)
+        ranks[3].session.close_job()
+        for client in map(ballast.connect, addresses):
+            self.assertNotIn("spread", [known["name"] for known in client.jobs()])
+
     def test_trains_over_tls_with_a_token_until_it_is_revoked(self):
         with tempfile.TemporaryDirectory() as name:
             guarded = Guarded(pathlib.Path(name), role="trainer", jobs="mine-*")

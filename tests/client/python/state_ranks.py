@@ -279,8 +279,8 @@ def takes_ranks_from_the_dead(rank, world_size, service, job):
     """Rank 1 takes its rank from a process that was in a step, which ends the session that rank 0 has opened."""
     model, optimizer = new(job, service, world_size, seed=5)
     if rank == 1:
-        here = Member._address
-        with mock.patch.object(Member, "_address", lambda *given: until(service, job, 0, "attached") or here(*given)):
+        here = Member._home
+        with mock.patch.object(Member, "_home", lambda *given: until(service, job, 0, "attached") or here(*given)):
             begin = optimizer.attach()
     else:
         read = ballast.Session.read_weights

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """ballast.torch on several ranks whose job several services hold together: the same bits as on one service, also if
-one of their processes is killed, and one line on every rank where that cannot be."""
+one of their processes is killed, and one line on every rank where that cannot be. Of service="node" and service=None
+on several nodes: the homes of ranks, and nodes that cannot be linked. tests/cluster/nodes_test.py trains there."""
 
 import itertools
 import pathlib
+import socket
 import tempfile
 import unittest
+import warnings
+from unittest import mock
 
 import numpy
 from ranks_for_tests import RanksTest, run_ranks
@@ -14,6 +18,9 @@ from messages import refused, says
 import ballast
 import processes
 from ballast import _files
+from ballast.session import Job
+from ballast.torch import nodes
+from ballast.torch.nodes import Node, homes_of, host_towards, is_loopback
 from package_test import Rank
 
 BOTH = {"overlap": True, "overlap_weights": True}
@@ -22,6 +29,8 @@ CASES = [("fsdp", {"overlap": False}), ("fsdp", {"update": "speculate", "accumul
          # With an optimizer that attaches in the middle.
          ("accumulates", {"overlap": True, "most": 2, "update": "speculate"}),
          ("accumulates", {"overlap": True, "most": 2, "sharded": True, "dtype": "bfloat16"})]
+
+A, B, C = Node("a", "1", "a:7070"), Node("b", "2", "[fd00::2]:7070"), Node("c", "3", "10.0.0.3:7070")
 
 
 class MembersTest(RanksTest):
@@ -128,6 +137,101 @@ class MembersTest(RanksTest):
         self.assertTrue(own)
         self.assertLessEqual({kind for kind, _, _ in ends}, {"InvalidArgumentError", "FailedPreconditionError"})
         says(self, own[0])
+
+
+class Meeting:
+    """Peers of which this rank has heard all."""
+
+    def __init__(self, meeting_host, gathered, recorded=""):
+        self.meeting_host, self.gathered, self.recorded = meeting_host, gathered, recorded
+
+    def gather(self, what, value):
+        return self.gathered.get(what, [value])
+
+    def from_first(self, what, value):
+        return self.recorded if value is None else value
+
+
+class HomesTest(unittest.TestCase):
+    def test_members_come_in_the_order_of_their_first_ranks(self):
+        self.assertEqual(homes_of([A, A, B, A, C, B], ""), (["a:7070", "[fd00::2]:7070", "10.0.0.3:7070"],
+                                                            [0, 0, 1, 0, 2, 1]))
+
+    def test_ranks_on_one_node_need_no_members(self):
+        for address in ("a:7070", "127.0.0.1:7070", ""):
+            self.assertEqual(homes_of([A._replace(address=address)] * 3, ""), ([], []))
+
+    def test_nodes_that_cannot_be_linked_are_named(self):
+        for one, other in ((A, B._replace(address="")), (A._replace(address="127.0.0.1:7070"), B),
+                           (A, B._replace(address="[::1]:7070")), (A, B._replace(address="a:7070"))):
+            with refused(self, ballast.FailedPreconditionError):
+                homes_of([one, other], "do this")
+
+    def test_loopback_addresses(self):
+        for address in ("127.0.0.1", "127.3.2.1:7070", "::1", "[::1]:7070", "localhost:7070"):
+            self.assertTrue(is_loopback(address), address)
+        for address in ("10.0.0.1", "10.0.0.1:7070", "fd00::1", "[fd00::1]:7070", "gpu1:7070", "fe80::1%eth0"):
+            self.assertFalse(is_loopback(address), address)
+
+    def test_the_host_where_ranks_meet_has_its_address_towards_another(self):
+        self.assertEqual(host_towards("127.0.0.1"), "127.0.0.1")
+        self.assertEqual(host_towards("::1", socket.AF_INET), "")
+        self.assertEqual(host_towards("no-such-host.invalid"), "")
+        ways = {"gpu1": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
+        with mock.patch.object(nodes, "host_towards", lambda host, family: ways.get(host, "")):
+            self.assertEqual(nodes._own_host(Meeting("gpu1", {"hosts": ["127.0.1.1", "", "10.0.0.2"]})), "10.0.0.1")
+            self.assertEqual(nodes._own_host(Meeting("gpu1", {"hosts": ["127.0.1.1"] * 2})), "127.0.1.1")
+            self.assertEqual(nodes._own_host(Meeting("", {"hosts": ["", ""]})), "")
+
+    def test_a_rank_that_moved_has_its_home_where_the_job_has_it(self):
+        job = Job("gpt", [], [], world_size=2)
+        client = mock.Mock(service="unix:/own", **{"identity.return_value": ("2", "b:7070")})
+        for recorded, service in ((["a:7070", "b:7070"], "a:7070"), (["b:7070", "a:7070"], "unix:/own")):
+            client.jobs.return_value = [{"name": "gpt", "world_size": 2, "homes": [0, 1],
+                                         "members": [{"address": address} for address in recorded]}]
+            peers = Meeting("", {"nodes": [Node("b", "2", "b:7070"), Node("a", "1", "a:7070")]})
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                home, found = nodes.lasting(job, 0, peers, lambda address: client)
+            self.assertEqual((home, found.members, found.homes), (service, recorded, [0, 1]))
+            self.assertEqual(len(warned), service == "a:7070")
+
+
+class OneHostTest(RanksTest):
+    """Nodes that are none: ranks with several unix sockets on one host."""
+
+    MODULE = "members_ranks"
+
+    def ends(self, services, **options):
+        (ends,) = run_ranks(self.MODULE, 2, [("on_nodes", {"services": services, "job": self._testMethodName,
+                                                           "timeout": 3.0} | options)])
+        return ends
+
+    def test_ranks_on_one_node_share_its_service(self):
+        ends = self.ends(["node"] * 2, sockets=[self.service.address] * 2)
+        self.assertEqual(ends, [["none", "", 2]] * 2)
+        job = ballast.connect(self.service.address).job(self._testMethodName)
+        self.assertEqual((job["committed_step"], job["members"]), (2, []))
+
+    def test_what_cannot_be_is_one_line_on_all(self):
+        one, other = self.service.address, ballast.Service(memory_limit="256MiB")
+        self.addCleanup(other.stop)
+        near = [ballast.Service(memory_limit="256MiB", host="127.0.0.1") for _ in range(2)]
+        for service in near:
+            self.addCleanup(service.stop)
+        with tempfile.TemporaryDirectory() as folder:
+            for name, services, options in (
+                    ("modes", ["node", one], {"sockets": [one] * 2}),
+                    ("no service", ["node"] * 2, {"sockets": [one, "unix:/no/such/socket"]}),
+                    ("unix sockets only", ["node"] * 2, {"sockets": [one, other.address]}),
+                    ("loopback", ["node"] * 2, {"sockets": [service.address for service in near]}),
+                    ("two folders", [None] * 2, {"temporary": [None, folder]})):
+                with self.subTest(name):
+                    ends = self.ends(services, **options)
+                    self.assertNotIn("none", [kind for kind, _, _ in ends])
+                    # A rank may hear of the other one's error before it has its own.
+                    (line,) = {said.split(": ", 1)[1] if said.startswith("rank ") else said for _, said, _ in ends}
+                    says(self, line)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
         "--memory-limit=128", "--forget-after=1h", "--log-level=loud", "--drain-seconds=-1",
         "--seal-deadline-seconds=nan", "--listen=", "--flagfile=x", "--shared-memory=yes",
         "--checkpoint-keep=0", "--checkpoint-keep-asked=-1", "--checkpoint-every=10min",
-        "--checkpoint-every=often", "--state-dir=/proc/ballast"}) {
+        "--checkpoint-every=often", "--state-dir=/proc/ballast", "--advertise=0.0.0.0:7070"}) {
     Ballastd service(BALLASTD_PATH, {flag});
     EXPECT_EQ(service.Address(), "") << flag;
     ExpectEndsWith(service, 2);

@@ -22,7 +22,7 @@ from .own_service import Kept
 from .recovery import Recovery
 from .steps import Steps
 
-# How long rank 0 keeps its own service for ranks that are behind.
+# How long a rank keeps its own service for ranks that are behind.
 _LEAVE_SECONDS = 10.0
 
 
@@ -68,7 +68,8 @@ class Binding:
         if member.peers is not None:
             member.peers.leave(0.0 if own is None or failed else _LEAVE_SECONDS)
         if member.session is not None:
-            if with_job and own is not None and own.is_here and own.has_others(member.kept) and not member.session.ended:
+            if (with_job and own is not None and own.is_here and member.rank == 0 and own.has_others(member.kept) and
+                    not member.session.ended):
                 with contextlib.suppress(BallastError):  # It ends with the service.
                     member.session.close_job()
             member.session.close()

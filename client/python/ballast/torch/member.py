@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import socket
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -29,8 +28,9 @@ from . import patches
 from .ddp import check_reduction, ddp_of, whole_on_several_ranks
 from .description import Described, check_group, check_memory, lines, weights_in_lines
 from .moments import Moments, digest, gather, upload
+from .nodes import NODE, kind_of, lasting, started
 from .options import Options
-from .own_service import Kept, OwnService, own_service
+from .own_service import Kept, OwnService
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of
 from .returning import check_overlap_weights
@@ -179,9 +179,7 @@ class Member:
         job = self._job()
         moments = begin.moments and dict(zip((one for group in self.described.of_groups for one in group), begin.moments))
         if self.peers is not None:
-            # A single service may have another address on each host.
-            several = options.service if "," in (options.service or "") else "a single one"
-            self.peers.agree([("the call", "attach()" if begin.attach else "step()"), ("service", several),
+            self.peers.agree([("the call", "attach()" if begin.attach else "step()"), ("service", kind_of(options.service)),
                               ("the loaded state", str(begin.resume)),
                               ("its moments", "none" if moments is None else
                                digest(self.parameters, moments) if self.mesh is None else "there"),
@@ -193,9 +191,10 @@ class Member:
         else:
             self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters],
                                  [not p.frozen for p in job.parameters])
-        address, job = self._address(job)
+        address, job = self._home(job)
         self.name = job.name
-        self.client = Client(address, options.timeout, wait=min(30.0, options.timeout), **options.credentials)
+        self.client = Client(job.lead(self.rank, address), options.timeout, wait=min(30.0, options.timeout),
+                             **options.credentials)
         places = [place.data_ptr() for place in self.places.places]
         uid, origin = self._origin(begin, job, places, or_nothing=moments is not None)
         if begin.resume is None and moments is not None and not self.from_first("begins with moments", lambda: may_begin(
@@ -248,24 +247,16 @@ class Member:
                    update_mode=options.update, max_micro_steps=1, mesh=mesh,
                    keep_previous=options.keep_previous, on_abort=options.on_abort)
 
-    def _address(self, job: Job) -> tuple[str, Job]:
-        """The service's address. Without a service rank 0 starts one for the ranks of its host; there the job may
-        get another name."""
-        if self.options.service is not None:
-            return self.options.service, job
-        here = socket.gethostname()
-        if self.kept.service is not None:
-            self.kept.service.check()
-
-        def own() -> str:
-            service = self.kept.service = self.kept.service or own_service()
-            return f"{here}\n{service.address}\n{service.name_for(self.kept, job.name)}"
-
-        host, address, name = self.from_first("service", own).split("\n")
-        if host != here:
-            raise FailedPreconditionError(f"rank 0 started a service on {host}, which this rank on {here} does not "
-                                          "reach; start ballastd and give service=")
-        return address, dataclasses.replace(job, name=name)
+    def _home(self, job: Job) -> tuple[str, Job]:
+        """Where this rank reaches its home, and the job with its members. A job on services of this run may get
+        another name."""
+        options = self.options
+        if options.service == NODE:
+            return lasting(job, self.rank, self.peers, functools.partial(
+                Client, timeout=options.timeout, wait=min(10.0, options.timeout), **options.credentials))
+        if options.service is not None:
+            return options.service, job
+        return started(job, self.rank, self.peers, self.kept)
 
     def _origin(self, begin: Begin, job: Job, places: list[int], or_nothing: bool) -> tuple[str | None, Origin]:
         """Before any rank has a session: the job's uid, and its origin if it is derived. An error if the job does

@@ -45,7 +45,7 @@ class Options:
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
             raise ValueError(f"Invalid accumulation_steps value: {self.accumulation_steps}")
         if self.service is not None:
-            self.service = services_of(self.service)
+            self.service = services_of(self.service)  # NODE stays.
             if self.job is None:
                 raise ValueError("a job on a service needs a name: give job=")
         self.job, self.max_norm = self.job or "trainer", self.max_norm or 0.0

@@ -1,4 +1,4 @@
-"""This process's service for optimizers without one."""
+"""This process's service for optimizers without one: of all ranks of its node."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import UnavailableError
 from ..service import Service
 
 _lock = threading.Lock()
-_living: weakref.ref[OwnService] | None = None
+_living: dict[str | None, weakref.ref[OwnService]] = {}  # By host.
 
 
 class OwnService:
-    """Ends with its last user."""
+    """Ends with its last user. host: see Service."""
 
-    def __init__(self):
-        self._service, self._owner = Service(), os.getpid()
+    def __init__(self, host: str | None):
+        self._service, self._owner = Service(host=host), os.getpid()
         self._jobs: weakref.WeakValueDictionary[str, Kept] = weakref.WeakValueDictionary()
         self._names: set[str] = set()  # All names so far.
         weakref.finalize(self, self._service.stop).atexit = False  # The service has its own atexit.
@@ -26,6 +26,10 @@ class OwnService:
     @property
     def address(self) -> str:
         return self._service.address
+
+    @property
+    def address_for_others(self) -> str:
+        return self._service.address_for_others
 
     @property
     def pid(self) -> int:
@@ -46,25 +50,26 @@ class OwnService:
             raise UnavailableError("the service that was started for this run has ended, and its jobs with it "
                                    f"({why}): load a state into another optimizer")
 
-    def name_for(self, kept: Kept, job: str) -> str:
+    def free_name(self, kept: Kept, job: str) -> str:
         """The job's name. If another optimizer has, or had, a job of this name, a number is added."""
         number, name = 1, job
         while name in self._names and self._jobs.get(name) is not kept:
             number += 1
             name = f"{job}-{number}"
-        self._names.add(name)
-        self._jobs[name] = kept
         return name
 
+    def take_name(self, kept: Kept, name: str) -> None:
+        self._names.add(name)
+        self._jobs[name] = kept
 
-def own_service() -> OwnService:
-    """The living service, or a new one."""
-    global _living
+
+def own_service(host: str | None = None) -> OwnService:
+    """The living service that listens there, or a new one. host: see Service."""
     with _lock:
-        service = _living() if _living is not None else None
+        service = _living[host]() if host in _living else None
         if service is None or not service.is_here:
-            service = OwnService()
-            _living = weakref.ref(service)
+            service = OwnService(host)
+            _living[host] = weakref.ref(service)
         return service
 
 
@@ -72,5 +77,5 @@ def own_service() -> OwnService:
 class Kept:
     """An optimizer's state beyond one binding, also if the making of a binding is interrupted."""
 
-    service: OwnService | None = None  # On the rank that has it.
+    service: OwnService | None = None  # On the rank that has it: the first of each node.
     begun: bool = False  # This optimizer makes the job, and its binding has not succeeded yet.

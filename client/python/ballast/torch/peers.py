@@ -7,6 +7,7 @@ import json
 import math
 import secrets
 import time
+from typing import Any
 
 import torch.distributed as dist
 
@@ -113,6 +114,26 @@ class Peers:
             self._raise_error()
             if self._store.check([what]):
                 return self._store.get(what).decode()
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; they go through JSON. Waits until all have come here."""
+        self._store.set(f"{what} of {self.rank}", json.dumps(value))
+        values = []
+        for rank in range(self.world_size if self.rank == 0 else 0):
+            for _ in self._polls(lambda: f"only {len(values)} of {self.world_size} ranks came"):
+                self._raise_error()
+                if self._store.check([f"{what} of {rank}"]):
+                    values.append(json.loads(self._store.get(f"{what} of {rank}")))
+                    break
+        return json.loads(self.from_first(what, json.dumps(values)))
+
+    @property
+    def meeting_host(self) -> str:
+        """Where the ranks of torch.distributed find each other, as MASTER_ADDR says; "" if they do that by a file."""
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return getattr(store, "host", "")
 
     def agree(self, description: list[tuple[str, str]], of: str = "job",
               advice: str = "all ranks must train with the same job") -> None:

@@ -1,0 +1,179 @@
+"""Which service each rank has on its node, and how the services of several nodes reach each other. Ranks are on one
+node if they reach the same service by its unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import pathlib
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..client import Client
+from ..errors import FailedPreconditionError, UnavailableError
+from ..session import Job
+from .own_service import Kept, own_service
+from .peers import Peers
+
+NODE = "node"  # As service=: the lasting service of each node.
+_SOCKET = "unix:/run/ballast/ballastd.sock"  # The packaged service's.
+_ANY = {"0.0.0.0": socket.AF_INET, "[::]": socket.AF_UNSPEC}  # Stands for all addresses of a host.
+
+
+class Node(NamedTuple):
+    """What a rank knows of its node: the name for people, a key that the ranks on it have in common, and where other
+    nodes reach its service ("HOST:PORT"), or its host; "" if nowhere."""
+
+    name: str
+    key: str
+    address: str
+
+
+def kind_of(service: str | None) -> str:
+    """What all ranks must have in common. A single service may have another address on each host."""
+    return str(service) if service is None or service == NODE or "," in service else "a single one"
+
+
+def lasting(job: Job, rank: int, peers: Peers | None, client_of: Callable[[str], Client]) -> tuple[str, Job]:
+    """service="node": where this rank reaches its home, and the job, with members if there are several nodes."""
+    said, name = os.environ.get("BALLAST_SERVICE", ""), socket.gethostname()
+    client = client_of(said if said.startswith("unix:") else _SOCKET)
+    try:
+        key, address = client.identity()
+    except UnavailableError as error:
+        raise UnavailableError(f"node {name}: {error}") from None
+    if peers is None:
+        return client.service, job
+    host, _, port = address.rpartition(":")
+    own = _own_host(peers, _ANY.get(host, socket.AF_UNSPEC))
+    if host in _ANY:
+        address = own and address_of(own, port)
+    members, homes = homes_of(_gather(peers, "nodes", Node(name, key, address)), "start it with "
+                              "--listen=HOST:PORT,unix:PATH, and --advertise=HOST:PORT if others reach it elsewhere")
+    if not members:
+        return client.service, job
+    recorded = peers.from_first("recorded homes", _recorded(client, job, members) if rank == 0 else None)
+    if recorded:
+        members, homes = json.loads(recorded)
+    job = dataclasses.replace(job, members=members, homes=homes)
+    home = members[homes[rank]]
+    if home == address:
+        return client.service, job
+    warnings.warn(f"the part of rank {rank} of job {job.name} is at {home}, and the rank is on {name} now: gradients and "
+                  "weights go over the network", stacklevel=2)
+    return home, job
+
+
+def _recorded(client: Client, job: Job, members: list[str]) -> str:
+    """Members and homes, as JSON, of the job if it exists on these members. An earlier run may have had its ranks on
+    other nodes. "": it does not."""
+    for found in client.jobs():
+        recorded = [member["address"] for member in found["members"]]
+        if (found["name"], found["world_size"]) == (job.name, job.world_size) and sorted(recorded) == sorted(members):
+            return json.dumps([recorded, found["homes"]])
+    return ""
+
+
+def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, Job]:
+    """service=None: the same on services of this run, one a node, which its first rank starts. There the job may get
+    another name."""
+    if kept.service is not None:
+        kept.service.check()
+    remedy = "set MASTER_ADDR to a host's address in the network of the nodes"
+    own = "" if peers is None else _own_host(peers)
+    nodes = _gather(peers, "nodes", Node(socket.gethostname(), _key_of_this_node(), own))
+    firsts = _firsts(nodes)
+    _check_reach(nodes, remedy)
+    said = None
+    if rank in firsts:
+        kept.service = kept.service or own_service(own if len(firsts) > 1 else None)
+        said = [kept.service.address, kept.service.address_for_others, kept.service.free_name(kept, job.name)]
+    services = [said] if peers is None else peers.gather("services", said)
+    name = max((services[first][2] for first in firsts), key=lambda name: (len(name), name))  # Free on all.
+    if rank in firsts:
+        kept.service.take_name(kept, name)
+    of_rank = [services[next(first for first in firsts if nodes[first].key == node.key)] for node in nodes]
+    members, homes = homes_of([node._replace(address=of[1]) for node, of in zip(nodes, of_rank)], remedy)
+    return of_rank[rank][0], dataclasses.replace(job, name=name, members=members, homes=homes)
+
+
+def _gather(peers: Peers | None, what: str, node: Node) -> list[Node]:
+    return [node] if peers is None else [Node(*each) for each in peers.gather(what, node)]
+
+
+def homes_of(nodes: list[Node], remedy: str) -> tuple[list[str], list[int]]:
+    """The members' addresses and each rank's home, from the nodes of the ranks; rank 0's home is the first. Both empty
+    if all are on one node. FailedPreconditionError, with the remedy: others cannot reach a node's service."""
+    firsts = _firsts(nodes)
+    if len(firsts) == 1:
+        return [], []
+    _check_reach(nodes, remedy)
+    keys, members = [nodes[first].key for first in firsts], [nodes[first].address for first in firsts]
+    for number, address in enumerate(members):
+        if members.index(address) != number:
+            one, other = nodes[firsts[members.index(address)]], nodes[firsts[number]]
+            raise FailedPreconditionError(f"nodes {one.name} and {other.name} both say that their service is at {address}: "
+                                          f"{remedy}")
+    return members, [keys.index(node.key) for node in nodes]
+
+
+def _firsts(nodes: list[Node]) -> list[int]:
+    """The first rank of each node."""
+    keys = [node.key for node in nodes]
+    return [rank for rank, key in enumerate(keys) if key not in keys[:rank]]
+
+
+def _check_reach(nodes: list[Node], remedy: str) -> None:
+    firsts = _firsts(nodes)
+    for first in firsts if len(firsts) > 1 else ():
+        node, other = nodes[first], nodes[firsts[first == 0]]
+        if not node.address:
+            raise FailedPreconditionError(f"node {other.name} (rank {firsts[first == 0]}) cannot reach the service of node "
+                                          f"{node.name} (rank {first}), which has no address in a network: {remedy}")
+        if is_loopback(node.address):
+            raise FailedPreconditionError(f"node {other.name} (rank {firsts[first == 0]}) cannot reach the service of node "
+                                          f"{node.name} (rank {first}) at {node.address}, a loopback address: {remedy}")
+
+
+def is_loopback(address: str) -> bool:
+    """Of "HOST:PORT" or an address without port."""
+    host = address.rpartition(":")[0].strip("[]") if address.count(":") == 1 or "]" in address else address
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def address_of(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_host(peers: Peers, family: int = socket.AF_UNSPEC) -> str:
+    """This node's address towards the host where the ranks meet; on that host itself, towards another. "": it has
+    none."""
+    own = host_towards(peers.meeting_host, family)
+    others = peers.gather("hosts", own)
+    ways = (host_towards(other, family) for other in others if other and not is_loopback(other))
+    return own if own and not is_loopback(own) else next((way for way in ways if way), own)
+
+
+def host_towards(host: str, family: int = socket.AF_UNSPEC) -> str:
+    """The address from which this host sends to another one; "" if it does not. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for of_family, kind, protocol, _, name in socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM) if host else ():
+            with contextlib.suppress(OSError), socket.socket(of_family, kind, protocol) as way:
+                way.connect(name)
+                return way.getsockname()[0]
+    return ""
+
+
+def _key_of_this_node() -> str:
+    """The same in processes that can reach each other's unix sockets in the folder for temporary files."""
+    folder = os.stat(tempfile.gettempdir())
+    return f"{pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {folder.st_dev} {folder.st_ino}"
