@@ -26,7 +26,7 @@ from gpt import GPT
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=pathlib.Path, help="default: the sources of Python's standard library")
-    parser.add_argument("--service", help="host:port or unix:/path; default: one of its own")
+    parser.add_argument("--service", help="host:port, unix:/path or node; default: one of its own")
     parser.add_argument("--job", default="pretrain")
     parser.add_argument("--resume", action="store_true", help="go on with the job, or its newest checkpoint")
     parser.add_argument("--shard", action="store_true", help="ranks share the model (FSDP2)")

@@ -91,8 +91,9 @@ absl::Status MemberSeats::WhyNoRoom(const Seat& here) const {
       continue;
     }
     if (!leads && !members_[member].seat.has_value()) {
-      silent.push_back(absl::StrCat(
-          NameOf(member), " cannot be reached: ", members_[member].unreachable.message()));
+      silent.push_back(absl::StrCat(NameOf(member), " cannot be reached from ",
+                                    spec_.members[spec_.lead()].address, ": ",
+                                    members_[member].unreachable.message()));
       continue;
     }
     const Seat& seat = leads ? here : *members_[member].seat;

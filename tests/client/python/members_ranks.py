@@ -5,6 +5,7 @@ import socket
 import tempfile
 
 import ballast.torch
+from ballast.torch import nodes
 from torch_ranks import ddp, error_of, model_of, train
 
 
@@ -20,10 +21,12 @@ def trains_and_closes(rank, world_size, services, job, timeout=60.0, closes=None
     return [*error_of(work)[:2], optimizer.param_groups[0]["job_step"]]
 
 
-def on_nodes(rank, world_size, services, job, sockets=None, temporary=None, **options):
-    """The same on a host that has a name, a service and a folder for temporary files of its own."""
+def on_nodes(rank, world_size, services, job, sockets=None, temporary=None, apart=False, **options):
+    """The same on a host that has a name and sockets of its own; apart: also where it starts one."""
     socket.gethostname = lambda: f"gpu{rank}"
     if sockets is not None:
         os.environ["BALLAST_SERVICE"] = sockets[rank]
-    tempfile.tempdir = None if temporary is None else temporary[rank]
+    seen = nodes._places_of_sockets
+    nodes._places_of_sockets = lambda: [f"{rank}/{place}" if apart else place for place in seen()]
+    tempfile.tempdir = temporary and temporary[rank]
     return trains_and_closes(rank, world_size, services, job, **options)

@@ -20,7 +20,7 @@ import processes
 from ballast import _files
 from ballast.session import Job
 from ballast.torch import nodes
-from ballast.torch.nodes import Node, homes_of, host_towards, is_loopback
+from ballast.torch.nodes import Node, homes_of, host_towards, is_loopback, joined
 from package_test import Rank
 
 BOTH = {"overlap": True, "overlap_weights": True}
@@ -161,6 +161,12 @@ class HomesTest(unittest.TestCase):
         for address in ("a:7070", "127.0.0.1:7070", ""):
             self.assertEqual(homes_of([A._replace(address=address)] * 3, ""), ([], []))
 
+    def test_ranks_that_see_the_same_sockets_are_on_one_node(self):
+        seen = ["host/tree host/tmp", "container/tree host/tmp", "other/tree other/tmp", "host/tree host/tmp-of-a-rank",
+                "other/tree none/tmp"]
+        self.assertEqual([node.key for node in joined([A._replace(key=places) for places in seen])],
+                         ["0", "0", "2", "0", "2"])
+
     def test_nodes_that_cannot_be_linked_are_named(self):
         for one, other in ((A, B._replace(address="")), (A._replace(address="127.0.0.1:7070"), B),
                            (A, B._replace(address="[::1]:7070")), (A, B._replace(address="a:7070"))):
@@ -219,19 +225,22 @@ class OneHostTest(RanksTest):
         near = [ballast.Service(memory_limit="256MiB", host="127.0.0.1") for _ in range(2)]
         for service in near:
             self.addCleanup(service.stop)
+        for name, services, options in (
+                ("modes", ["node", one], {"sockets": [one] * 2}),
+                ("no service", ["node"] * 2, {"sockets": [one, "unix:/no/such/socket"]}),
+                ("unix sockets only", ["node"] * 2, {"sockets": [one, other.address]}),
+                ("loopback", ["node"] * 2, {"sockets": [service.address for service in near]}),
+                ("no network", [None] * 2, {"apart": True})):
+            with self.subTest(name):
+                ends = self.ends(services, **options)
+                self.assertNotIn("none", [kind for kind, _, _ in ends])
+                # A rank may hear of the other one's error before it has its own.
+                (line,) = {said.split(": ", 1)[1] if said.startswith("rank ") else said for _, said, _ in ends}
+                says(self, line)
+
+    def test_ranks_with_other_folders_share_the_service_of_the_first(self):
         with tempfile.TemporaryDirectory() as folder:
-            for name, services, options in (
-                    ("modes", ["node", one], {"sockets": [one] * 2}),
-                    ("no service", ["node"] * 2, {"sockets": [one, "unix:/no/such/socket"]}),
-                    ("unix sockets only", ["node"] * 2, {"sockets": [one, other.address]}),
-                    ("loopback", ["node"] * 2, {"sockets": [service.address for service in near]}),
-                    ("two folders", [None] * 2, {"temporary": [None, folder]})):
-                with self.subTest(name):
-                    ends = self.ends(services, **options)
-                    self.assertNotIn("none", [kind for kind, _, _ in ends])
-                    # A rank may hear of the other one's error before it has its own.
-                    (line,) = {said.split(": ", 1)[1] if said.startswith("rank ") else said for _, said, _ in ends}
-                    says(self, line)
+            self.assertEqual(self.ends([None] * 2, temporary=[None, folder]), [["none", "", 2]] * 2)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,8 @@ TEST(Members, AreNamedIfTheyAreNotThere) {
   spec.members[0].address = address;
   const absl::Status created = engine.CreateJob(spec).status();
   EXPECT_TRUE(absl::IsUnavailable(created));
-  EXPECT_THAT(std::string(created.message()), testing::HasSubstr(services.address(1)));
+  EXPECT_THAT(std::string(created.message()),
+              testing::HasSubstr(services.address(1) + " cannot be reached from " + address));
   EXPECT_EQ(engine.memory().used_bytes(), 0);
 }
 

@@ -87,7 +87,7 @@ def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, 
         kept.service.check()
     remedy = "set MASTER_ADDR to a host's address in the network of the nodes"
     own = "" if peers is None else _own_host(peers)
-    nodes = _gather(peers, "nodes", Node(socket.gethostname(), _key_of_this_node(), own))
+    nodes = joined(_gather(peers, "nodes", Node(socket.gethostname(), " ".join(_places_of_sockets()), own)))
     firsts = _firsts(nodes)
     _check_reach(nodes, remedy)
     said = None
@@ -98,13 +98,24 @@ def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, 
     name = max((services[first][2] for first in firsts), key=lambda name: (len(name), name))  # Free on all.
     if rank in firsts:
         kept.service.take_name(kept, name)
-    of_rank = [services[next(first for first in firsts if nodes[first].key == node.key)] for node in nodes]
+    of_rank = [services[int(node.key)] for node in nodes]
     members, homes = homes_of([node._replace(address=of[1]) for node, of in zip(nodes, of_rank)], remedy)
     return of_rank[rank][0], dataclasses.replace(job, name=name, members=members, homes=homes)
 
 
 def _gather(peers: Peers | None, what: str, node: Node) -> list[Node]:
     return [node] if peers is None else [Node(*each) for each in peers.gather(what, node)]
+
+
+def joined(nodes: list[Node]) -> list[Node]:
+    """Of nodes with the words of _places_of_sockets as keys: now the key is the first rank of those that share a place."""
+    firsts: dict[int, set[str]] = {}
+    keys = []
+    for rank, node in enumerate(nodes):
+        places = set(node.key.split())
+        keys.append(next((first for first, others in firsts.items() if places & others), rank))
+        firsts.setdefault(keys[-1], places)
+    return [node._replace(key=str(key)) for node, key in zip(nodes, keys)]
 
 
 def homes_of(nodes: list[Node], remedy: str) -> tuple[list[str], list[int]]:
@@ -173,7 +184,9 @@ def host_towards(host: str, family: int = socket.AF_UNSPEC) -> str:
     return ""
 
 
-def _key_of_this_node() -> str:
-    """The same in processes that can reach each other's unix sockets in the folder for temporary files."""
-    folder = os.stat(tempfile.gettempdir())
-    return f"{pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {folder.st_dev} {folder.st_ino}"
+def _places_of_sockets() -> list[str]:
+    """Processes that have one of these in common see each other's unix sockets in the folder for temporary files: the
+    tree of files, and that folder, which containers may share."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [f"{boot}/{kind}/{facts.st_dev}/{facts.st_ino}" for kind, facts in (
+        ("tree", os.stat("/proc/self/ns/mnt")), ("folder", os.stat(tempfile.gettempdir())))]
