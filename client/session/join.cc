@@ -90,8 +90,9 @@ class CreationWatch {
         deadline_ = std::max(
             deadline_, now - absl::Seconds(making->seconds_since_progress) + options_.join_timeout);
       }
-      const std::string doing =
-          making.has_value() ? ToLine(*making) : "waiting for other members of the job";
+      const std::string doing = making.has_value()       ? ToLine(*making)
+                                : job->members().empty() ? "creating the job"
+                                                         : "waiting for other members of the job";
       if (now >= deadline_) {
         return absl::DeadlineExceededError(absl::StrCat("the service is ", doing, "; see its log"));
       }

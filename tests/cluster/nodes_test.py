@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""torchrun on two nodes, with a service on each, which the run starts or which is there: the weights are those of one
-service. In an environment with PyTorch (tests/client/python/torch_environment.py)."""
+"""torchrun on two nodes, with a service on each, which the run starts or which is there: weights and moments are those
+of one service. In an environment with PyTorch (tests/client/python/torch_environment.py)."""
 
 import json
 import pathlib
@@ -89,7 +89,7 @@ class Nodes(unittest.TestCase):
             self.assertEqual(rank, reference | facts | {"members": rank["members"], "homes": [0, 0, 1, 1]})
             self.assertEqual(rank["members"], ranks[0]["members"])
 
-    def test_the_weights_are_those_of_one_service(self):
+    def test_the_state_is_that_of_one_service(self):
         self.start_service(self.hosts[0], f"0.0.0.0:{PORT}")
         self.start_service(self.hosts[1], self.addresses[1])
         run = self.run_on(self.hosts, "None", "node", self.addresses[0])

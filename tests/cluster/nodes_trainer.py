@@ -19,7 +19,8 @@ def train(service, steps):
     if service == "None":
         optimizer, begin = ballast.torch.AdamW(model.parameters(), lr=0.02), 0
     else:
-        optimizer = ballast.torch.AdamW(model.parameters(), lr=0.02, service=service, job="nodes" if service == "node" else "alone")
+        job = "nodes" if service == "node" else "alone"
+        optimizer = ballast.torch.AdamW(model.parameters(), lr=0.02, service=service, job=job)
         begin = optimizer.attach(create=True)
     for step in range(begin, begin + steps):
         torch.manual_seed(100 * step + dist.get_rank())
@@ -27,10 +28,12 @@ def train(service, steps):
         optimizer.step()
         optimizer.zero_grad()
     session = optimizer._binding.member.session
-    facts = {"members": list(session.job.members), "homes": list(session.job.homes), "shares_memory": session.shares_memory}
+    values = [*model.parameters(), *(optimizer.state[parameter]["exp_avg"] for parameter in model.parameters())]
+    facts = {"members": list(session.job.members), "homes": list(session.job.homes),
+             "shares_memory": session.shares_memory}
     optimizer.close()
-    weights = hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
-    return facts | {"step": begin + steps, "weights": weights.hexdigest()}
+    state = hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in values))
+    return facts | {"step": begin + steps, "state": state.hexdigest()}
 
 
 def main():
