@@ -15,8 +15,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 BIN = pathlib.Path(os.environ["BALLAST_BIN_DIR"])
 TRANSPORTS = ("in-process", "shared-memory", "unix", "tcp")
 TIMES = {"total_seconds", "exposed_seconds", "pace_seconds", "place_seconds", "push_seconds",
-         "decision_seconds", "weights_seconds", "update_seconds"}
-INFO = {"options", "shared_memory", "weights_sha256", "norm", "clip_coefficient", "wall_seconds",
+         "decision_seconds", "weights_seconds", "update_seconds", "round_trip_seconds"}
+INFO = {"options", "shared_memory", "members", "weights_sha256", "norm", "clip_coefficient", "wall_seconds",
         "payload_bytes_up", "payload_bytes_down", "socket_bytes_up", "socket_bytes_down",
         "worker_cpu_seconds", "service_cpu_seconds", "cpu_seconds_per_gb", "worker_idle_memory",
         "worker_memory", "service_idle_memory", "service_memory", "service_resident_bytes_per_parameter",
@@ -110,6 +110,22 @@ class Bench(unittest.TestCase):
         self.assertEqual(samples.keys(), {"before", "after"})
         self.assertEqual(len(samples["after"]["total_seconds"]["TCP"]), 2)
         self.assertEqual(len(samples["after"]), 4)
+
+    def test_two_services_are_compared_with_one(self):
+        done = self.start(sys.executable, "-B", HERE / "members.py", "--parameters=300000", "--rounds=1", "--steps=2",
+                          "--json", self.dir / "samples.json", BIN)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        samples = json.loads((self.dir / "samples.json").read_text())
+        self.assertEqual(samples.keys(), {"step", "tiny step"})
+        for cases in samples.values():
+            self.assertEqual(len(cases), 4)
+            for by_members in cases.values():
+                self.assertEqual(by_members.keys(), {"1", "2", "round trip"})
+
+    def test_more_services_than_ranks_are_refused(self):
+        done = self.start(BIN / "ballast-bench", "worker", "--members=2", "--parameters=1000", "--tensors=2")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("2 services are named for 1 rank", done.stderr)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,14 @@ void AddFlags(LoadOptions& options, CommandLine& line) {
   line.Add("transport", options.way,
            Named({Way::kInProcess, Way::kSharedMemory, Way::kUnixSocket, Way::kTcp}),
            "in-process, shared-memory, unix or tcp");
-  line.Add("service", options.service,
-           "a service that runs already, at host:port or unix:/path, instead of one of our own; "
-           "memory is shared with it unless --transport is unix or tcp");
+  line.Add(
+      "service", options.service,
+      "a service that runs already, at host:port or unix:/path, instead of one of our own; "
+      "memory is shared with it unless --transport is unix or tcp; several with commas between");
+  line.Add<int64_t>("members", options.members, 1, 64,
+                    "services of our own that hold each job together");
   line.Add<int64_t>("threads", options.threads, 0, 4096,
-                    "of a service of our own; 0: one per core");
+                    "of each service of our own; 0: one per core");
   line.Add<int64_t>("parameters", options.parameters, 1, int64_t{1} << 40, "of each job");
   line.Add<int64_t>("tensors", options.tensors, 1, kMaxParameters, "in which they are");
   line.Add<int64_t>("groups", options.groups, 1, kMaxGroups, "param groups in which those are");
@@ -59,6 +62,10 @@ absl::Status CheckTogether(const LoadOptions& options) {
   if (!options.service.empty() && options.way == Way::kInProcess) {
     return absl::InvalidArgumentError(
         "--service names another process; --transport says in-process");
+  }
+  if (options.members > 1 && (!options.service.empty() || options.way == Way::kInProcess)) {
+    return absl::InvalidArgumentError(
+        "--members starts processes; --service or --transport says otherwise");
   }
   return absl::OkStatus();
 }

@@ -20,7 +20,7 @@ absl::string_view Name(Clipping clipping);
 absl::string_view Name(UpdateMode mode);
 
 struct LoadOptions {
-  std::string service;  // Empty: a service of our own, reached by `way`.
+  std::string service;  // As --service has it. Empty: services of our own, reached by `way`.
   Way way = Way::kSharedMemory;
   int64_t parameters = 10'000'000;  // Elements, of each job.
   int64_t tensors = 100;
@@ -32,8 +32,9 @@ struct LoadOptions {
   int64_t micro_steps = 1;
   UpdateMode update = UpdateMode::kWait;
   Clipping clipping = Clipping::kNone;
-  double pace = 0;  // Parameters a second, of each job; 0: all gradients are there at once.
-  int64_t threads = 0;
+  double pace = 0;      // Parameters a second, of each job; 0: all gradients are there at once.
+  int64_t members = 1;  // Services of our own that hold each job together.
+  int64_t threads = 0;  // Of each of them.
   int64_t seed = 1;
   std::string json_path;
 };

@@ -151,9 +151,11 @@ void AddSpeculation(const LoadResult& result, Json& info) {
 Figures FiguresOf(const LoadOptions& options, const LoadResult& result) {
   Figures figures("worker");
   AddSteps(result, figures);
+  figures.Add("round_trip_seconds", result.round_trip_seconds, "s");
   Json& info = figures.info();
   info["options"] = ToJson(options);
   info["shared_memory"] = result.shared_memory;
+  info["members"] = std::max(result.jobs.front().members_size(), 1);
   info["weights_sha256"] = result.weights_sha256;
   const client::StepDecision& last = result.steps.front().front().back().decision;
   info["norm"] = last.norm;

@@ -17,15 +17,31 @@
 namespace ballast::bench {
 namespace {
 
+constexpr int kRoundTrips = 200;
+
+ResidentMemory Sum(const ResidentMemory& a, const ResidentMemory& b) {
+  return {.total_bytes = a.total_bytes + b.total_bytes,
+          .anonymous_bytes = a.anonymous_bytes + b.anonymous_bytes,
+          .shared_bytes = a.shared_bytes + b.shared_bytes,
+          .peak_bytes = a.peak_bytes + b.peak_bytes};
+}
+
 absl::StatusOr<Usage> UsageNow(const LoadService& service) {
   Usage usage;
   usage.time = std::chrono::steady_clock::now();
   BALLAST_ASSIGN_OR_RETURN(usage.worker_cpu_seconds, CpuSeconds(getpid()));
   BALLAST_ASSIGN_OR_RETURN(usage.worker_memory, ResidentMemoryOf(getpid()));
-  if (service.tcp_port()) usage.sockets = TcpBytes(*service.tcp_port());
-  if (service.pid()) {
-    BALLAST_ASSIGN_OR_RETURN(usage.service_cpu_seconds, CpuSeconds(*service.pid()));
-    BALLAST_ASSIGN_OR_RETURN(usage.service_memory, ResidentMemoryOf(*service.pid()));
+  for (const int port : service.tcp_ports()) {
+    const SocketBytes bytes = TcpBytes(port);
+    SocketBytes& all = usage.sockets ? *usage.sockets : usage.sockets.emplace();
+    all.sent += bytes.sent;
+    all.received += bytes.received;
+  }
+  for (const pid_t pid : service.pids()) {
+    BALLAST_ASSIGN_OR_RETURN(const double seconds, CpuSeconds(pid));
+    BALLAST_ASSIGN_OR_RETURN(const ResidentMemory memory, ResidentMemoryOf(pid));
+    usage.service_cpu_seconds = usage.service_cpu_seconds.value_or(0) + seconds;
+    usage.service_memory = Sum(usage.service_memory.value_or(ResidentMemory()), memory);
   }
   return usage;
 }
@@ -83,9 +99,10 @@ class Load {
     const int rank = static_cast<int>(index % options_.ranks);
     // A gradient is due to the microsecond, not to the 50 that a thread's timers may be late.
     prctl(PR_SET_TIMERSLACK, 1UL);
-    BALLAST_ASSIGN_OR_RETURN(auto channel, service_.NewChannel());
+    JobSpec spec = specs_[job];
+    BALLAST_ASSIGN_OR_RETURN(auto channel, service_.NewChannel(rank, spec));
     BALLAST_ASSIGN_OR_RETURN(const auto self,
-                             LoadRank::Join(std::move(channel), options_, specs_[job], rank));
+                             LoadRank::Join(std::move(channel), options_, spec, rank));
     meeting_.arrive_and_wait();  // Nobody's first steps run beside another's beginning.
     for (int64_t i = 0; i < options_.warmup; ++i) {
       BALLAST_RETURN_IF_ERROR(self->Step().status());
@@ -127,27 +144,35 @@ class Load {
   }
 
   absl::Status AskAboutJobs() {
-    BALLAST_ASSIGN_OR_RETURN(const auto channel, service_.NewChannel());
-    v1::JobService::Stub stub(channel);
-    for (const JobSpec& spec : specs_) {
-      v1::GetJobRequest request;
-      request.set_name(absl::StrCat("jobs/", spec.name));
-      grpc::ClientContext context;
-      BALLAST_RETURN_IF_ERROR(
-          proto::FromGrpc(stub.GetJob(&context, request, &result_.jobs.emplace_back())));
+    for (JobSpec spec : specs_) {
+      for (int rank = 0, asked = 0; rank < options_.ranks; ++rank) {
+        BALLAST_ASSIGN_OR_RETURN(const auto channel, service_.NewChannel(rank, spec));
+        if (spec.home(rank) < asked) continue;
+        ++asked;
+        v1::GetJobRequest request;
+        request.set_name(absl::StrCat("jobs/", spec.name));
+        v1::JobService::Stub stub(channel);
+        v1::Job& job = result_.jobs.emplace_back();
+        for (int i = 0; i < kRoundTrips; ++i) {
+          grpc::ClientContext context;
+          const auto begin = std::chrono::steady_clock::now();
+          BALLAST_RETURN_IF_ERROR(proto::FromGrpc(stub.GetJob(&context, request, &job)));
+          result_.round_trip_seconds.push_back(Seconds(std::chrono::steady_clock::now() - begin));
+        }
+      }
     }
     return absl::OkStatus();
   }
 
   absl::Status CloseJobs() {
-    BALLAST_ASSIGN_OR_RETURN(const auto channel, service_.NewChannel());
-    v1::JobService::Stub stub(channel);
-    for (const JobSpec& spec : specs_) {
+    for (JobSpec spec : specs_) {
+      BALLAST_ASSIGN_OR_RETURN(const auto lead, service_.NewChannel(/*rank=*/0, spec));
       v1::CloseJobRequest request;
       request.set_name(absl::StrCat("jobs/", spec.name));
       v1::CloseJobResponse response;
       grpc::ClientContext context;
-      BALLAST_RETURN_IF_ERROR(proto::FromGrpc(stub.CloseJob(&context, request, &response)));
+      BALLAST_RETURN_IF_ERROR(
+          proto::FromGrpc(v1::JobService::Stub(lead).CloseJob(&context, request, &response)));
     }
     return absl::OkStatus();
   }

@@ -20,8 +20,8 @@ namespace ballast::bench {
 struct Usage {
   SteadyTime time;
   double worker_cpu_seconds = 0;
-  std::optional<double> service_cpu_seconds;
-  std::optional<SocketBytes> sockets;  // This process's, to the service, over TCP.
+  std::optional<double> service_cpu_seconds;  // Of all services together, as below.
+  std::optional<SocketBytes> sockets;         // This process's, to them, over TCP.
   ResidentMemory worker_memory;
   std::optional<ResidentMemory> service_memory;
 };
@@ -29,11 +29,13 @@ struct Usage {
 struct LoadResult {
   // By job and rank, of the measured steps.
   std::vector<std::vector<std::vector<RankStep>>> steps;
-  Usage idle;                    // Before the service had a job.
-  Usage begun;                   // Between warm-up and measured steps.
-  Usage ended;                   // After them.
-  std::vector<v1::Job> jobs;     // As the service describes them at the end, without parameters.
-  int64_t payload_bytes_up = 0;  // Of one step of all jobs.
+  Usage idle;   // Before the service had a job.
+  Usage begun;  // Between warm-up and measured steps.
+  Usage ended;  // After them.
+  // As each service describes them at the end, without parameters.
+  std::vector<v1::Job> jobs;
+  std::vector<double> round_trip_seconds;  // Of a small call, while nothing trains.
+  int64_t payload_bytes_up = 0;            // Of one step of all jobs.
   int64_t payload_bytes_down = 0;
   bool shared_memory = false;
   std::string weights_sha256;  // Of all ranks' weights after the last step.

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -17,9 +18,11 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "client/connect.h"
+#include "client/home.h"
+#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
 #include "cpu_optimizer_service/engine.h"
@@ -31,25 +34,35 @@ namespace {
 constexpr absl::Duration kStartLimit = absl::Seconds(60);
 constexpr absl::Duration kPoll = absl::Milliseconds(5);
 
-std::optional<int> PortOf(const std::string& address) {
-  int port = 0;
-  const size_t colon = address.rfind(':');
-  if (colon == std::string::npos || !absl::SimpleAtoi(address.substr(colon + 1), &port)) {
-    return std::nullopt;
+// Of those that have one.
+std::vector<int> PortsOf(const std::vector<std::string>& addresses) {
+  std::vector<int> ports;
+  for (const std::string& address : addresses) {
+    int port = 0;
+    const size_t colon = address.rfind(':');
+    if (colon != std::string::npos && absl::SimpleAtoi(address.substr(colon + 1), &port)) {
+      ports.push_back(port);
+    }
   }
-  return port;
+  return ports;
 }
 
-class RunningService final : public LoadService {
+// The first call gives the job its members.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectToOneOf(
+    const std::vector<std::string>& addresses, int rank, JobSpec& job) {
+  return client::ConnectHome(job.members.empty() ? absl::StrJoin(addresses, ",") : "", rank, job);
+}
+
+class RunningServices final : public LoadService {
  public:
-  explicit RunningService(std::string address) : address_(std::move(address)) {}
-  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
-    return client::Connect(address_);
+  explicit RunningServices(std::vector<std::string> addresses) : addresses_(std::move(addresses)) {}
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(int rank, JobSpec& job) override {
+    return ConnectToOneOf(addresses_, rank, job);
   }
-  std::optional<int> tcp_port() const override { return PortOf(address_); }
+  std::vector<int> tcp_ports() const override { return PortsOf(addresses_); }
 
  private:
-  const std::string address_;
+  const std::vector<std::string> addresses_;
 };
 
 class ServiceInside final : public LoadService {
@@ -61,7 +74,7 @@ class ServiceInside final : public LoadService {
   }
   explicit ServiceInside(int threads)
       : engine_({.memory_limit_bytes = DefaultMemoryLimitBytes(), .threads = threads}) {}
-  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(int rank, JobSpec& job) override {
     return server_->InProcessChannel();
   }
 
@@ -70,9 +83,10 @@ class ServiceInside final : public LoadService {
   std::unique_ptr<server::Server> server_;
 };
 
-class OwnProcess final : public LoadService {
+// A ballastd that ends with the object.
+class OwnProcess {
  public:
-  static absl::StatusOr<std::unique_ptr<LoadService>> Start(const LoadOptions& options) {
+  static absl::StatusOr<std::unique_ptr<OwnProcess>> Start(const LoadOptions& options) {
     std::string folder = (std::filesystem::temp_directory_path() / "ballast-bench.XXXXXX").string();
     if (mkdtemp(folder.data()) == nullptr) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot make the folder ", folder));
@@ -83,7 +97,7 @@ class OwnProcess final : public LoadService {
     return self;
   }
 
-  ~OwnProcess() override {
+  ~OwnProcess() {
     if (pid_ > 0) {
       kill(pid_, SIGKILL);  // It holds nothing that is kept.
       waitpid(pid_, nullptr, 0);
@@ -92,11 +106,8 @@ class OwnProcess final : public LoadService {
     std::filesystem::remove_all(folder_, ignored);
   }
 
-  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
-    return client::Connect(address_);
-  }
-  std::optional<pid_t> pid() const override { return pid_; }
-  std::optional<int> tcp_port() const override { return PortOf(address_); }
+  const std::string& address() const { return address_; }
+  pid_t pid() const { return pid_; }
 
  private:
   explicit OwnProcess(std::string folder) : folder_(std::move(folder)) {}
@@ -164,12 +175,46 @@ class OwnProcess final : public LoadService {
   std::string address_;
 };
 
+class OwnProcesses final : public LoadService {
+ public:
+  static absl::StatusOr<std::unique_ptr<LoadService>> Start(const LoadOptions& options) {
+    auto self = std::make_unique<OwnProcesses>();
+    for (int64_t member = 0; member < options.members; ++member) {
+      BALLAST_ASSIGN_OR_RETURN(auto process, OwnProcess::Start(options));
+      self->processes_.push_back(std::move(process));
+    }
+    return self;
+  }
+
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(int rank, JobSpec& job) override {
+    return ConnectToOneOf(Addresses(), rank, job);
+  }
+  std::vector<pid_t> pids() const override {
+    std::vector<pid_t> pids;
+    for (const auto& process : processes_) pids.push_back(process->pid());
+    return pids;
+  }
+  std::vector<int> tcp_ports() const override { return PortsOf(Addresses()); }
+
+ private:
+  std::vector<std::string> Addresses() const {
+    std::vector<std::string> addresses;
+    for (const auto& process : processes_) addresses.push_back(process->address());
+    return addresses;
+  }
+
+  std::vector<std::unique_ptr<OwnProcess>> processes_;
+};
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<LoadService>> LoadService::Start(const LoadOptions& options) {
-  if (!options.service.empty()) return std::make_unique<RunningService>(options.service);
+  if (!options.service.empty()) {
+    BALLAST_ASSIGN_OR_RETURN(auto addresses, ParseServices(options.service));
+    return std::make_unique<RunningServices>(std::move(addresses));
+  }
   if (options.way == Way::kInProcess) return ServiceInside::Start(options);
-  return OwnProcess::Start(options);
+  return OwnProcesses::Start(options);
 }
 
 }  // namespace ballast::bench

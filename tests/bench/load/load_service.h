@@ -1,5 +1,5 @@
-// The service that a load is put on: one that runs already, one in this process, or a ballastd of
-// our own, which ends with the object.
+// What a load is put on: services that run already, one in this process, or processes of our own,
+// which end with the object.
 #ifndef BALLAST_TESTS_BENCH_LOAD_LOAD_SERVICE_H_
 #define BALLAST_TESTS_BENCH_LOAD_LOAD_SERVICE_H_
 
@@ -7,9 +7,10 @@
 #include <sys/types.h>
 
 #include <memory>
-#include <optional>
+#include <vector>
 
 #include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "tests/bench/load/load_options.h"
 
 namespace ballast::bench {
@@ -22,11 +23,12 @@ class LoadService {
   static absl::StatusOr<std::unique_ptr<LoadService>> Start(const LoadOptions& options);
   virtual ~LoadService() = default;
 
-  // A connection of its own for each rank, as processes have.
-  virtual absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() = 0;
-  // The service's process, where it is known and not this one.
-  virtual std::optional<pid_t> pid() const { return std::nullopt; }
-  virtual std::optional<int> tcp_port() const { return std::nullopt; }
+  // A connection of its own for each rank, as processes have, to its home. Writes the job's members
+  // and homes, where there are several services.
+  virtual absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(int rank, JobSpec& job) = 0;
+  // The services' processes, where they are known and not this one.
+  virtual std::vector<pid_t> pids() const { return {}; }
+  virtual std::vector<int> tcp_ports() const { return {}; }
 };
 
 }  // namespace ballast::bench
