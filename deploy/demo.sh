@@ -218,9 +218,14 @@ train() {
   # Bash would add a line of its own should the service be killed meanwhile.
   wait "$child_pid" 2>/dev/null || code=$?
   child_pid=""
-  ((code == 0)) || services_live ||
-    fail "the service died during the training: $(last_words "$scratch"/ballastd*.log "$scratch/$name.err")"
-  ((code == 0)) || fail "training ($name) stopped: $(last_words "$scratch/$name.err")"
+  ((code != 0)) || return 0
+  # One that has just been killed may not be gone yet. Here, too, Bash would add a line of its own.
+  for _ in {1..20}; do
+    services_live || fail "the service died during the training: $(last_words "$scratch"/ballastd*.log "$scratch/$name.err")"
+    sleep 0.05 &
+    wait "$!" 2>/dev/null || true
+  done
+  fail "training ($name) stopped: $(last_words "$scratch/$name.err")"
 }
 
 # ask NAME ARGUMENT...: a question to the service through the CLI, shown and kept in NAME.txt.
