@@ -29,18 +29,14 @@ absl::Status CheckMayHaveMembers(const JobSpec& spec, const Derivation& derivati
 // ---------------------------------------------------------------- the lead
 
 void Engine::UseDialer(MemberDialer* dialer) {
-  std::vector<std::shared_ptr<JobImpl>> being_created;
+  std::vector<std::shared_ptr<JobImpl>> all;
   {
     MutexLock lock(impl_->mutex);
     impl_->dialer = dialer;
-    for (const auto& [name, entry] : impl_->jobs) {
-      if (!entry.ready) being_created.push_back(entry.job);
-    }
+    for (const auto& [name, entry] : impl_->jobs) all.push_back(entry.job);
   }
   if (dialer == nullptr) {
-    for (const auto& job : being_created) {
-      job->seats().GiveUp(absl::UnavailableError("the service is stopping"));
-    }
+    for (const auto& job : all) job->GiveUpOthers(absl::UnavailableError("the service is stopping"));
     return;
   }
   for (const std::shared_ptr<JobImpl>& job : impl_->AllJobs()) {

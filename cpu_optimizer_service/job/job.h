@@ -235,6 +235,11 @@ class Job : public std::enable_shared_from_this<Job> {
   // second versions, the next decision waits for the save. Waits for a running update. If it is
   // cancelled while it waits, or before its first byte, it frees its memory; later it continues to
   // its end. RESOURCE_EXHAUSTED: kMostSaves of the job are in progress.
+  //
+  // With several members the lead saves, in its CheckpointDirectory; FAILED_PRECONDITION: a member
+  // does not see the folder, or it is elsewhere. At another member a scheduled save is the lead's;
+  // FAILED_PRECONDITION (OTHER_MEMBER_LEADS) for others, and for loads. UNAVAILABLE, ABORTED: a
+  // member has had no link, or has gone on; try again.
   struct SaveRequest {
     std::string folder;
     bool asked_for = true;    // False: a scheduled save.

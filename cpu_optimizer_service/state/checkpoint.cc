@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -87,42 +88,81 @@ absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
 }  // namespace
 
 absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::string& directory,
-                                            int64_t most_bytes) {
+                                            int64_t most_bytes, const Needs& needs) {
   Checkpoint checkpoint;
   BALLAST_ASSIGN_OR_RETURN(checkpoint.index_, ReadIndex(file_system, directory, most_bytes));
+  // By plane, as the index that was read has them.
   const std::vector<CheckpointIndex::File>& files = checkpoint.index_.files;
-  const auto count = static_cast<int>(files.size());
   // All are open before the first is read: a save that deletes them then takes nothing away.
-  std::vector<SafetensorsFile> opened;
+  std::vector<std::pair<Plane, int>> places;  // In planes_.
   for (const CheckpointIndex::File& file : files) {
+    std::vector<SafetensorsFile>& opened = checkpoint.planes_[file.plane].files;
+    places.emplace_back(file.plane, static_cast<int>(opened.size()));
     BALLAST_ASSIGN_OR_RETURN(opened.emplace_back(),
                              OpenFile(file_system, FilePath(directory, file), file, most_bytes));
-    Progress::OfThisThread().Expect(file.written.size_bytes);
-  }
-  BALLAST_RETURN_IF_ERROR(ForEach(
-      count, [&](int i) { return Verify(opened[i], FilePath(directory, files[i]), files[i]); }));
-  for (int i = 0; i < count; ++i) {
-    checkpoint.planes_[files[i].plane].files.push_back(std::move(opened[i]));
   }
   for (const Plane plane : PlanesOf(checkpoint.index_)) {
-    BALLAST_RETURN_IF_ERROR(checkpoint.CheckTensors(directory, plane));
+    BALLAST_RETURN_IF_ERROR(checkpoint.FindPieces(directory, plane));
   }
+  std::set<std::pair<Plane, int>> needed;
+  for (const auto& [plane, in_plane] : checkpoint.planes_) {
+    for (const auto& [parameter, pieces] : in_plane.pieces) {
+      for (const Piece& piece : pieces) {
+        if (needs != nullptr && !needs(parameter, piece.begin, piece.elements)) continue;
+        needed.emplace(plane, piece.file);
+      }
+    }
+  }
+  std::vector<int> verified;
+  for (int i = 0; i < static_cast<int>(files.size()); ++i) {
+    if (needs != nullptr && !needed.contains(places[i])) continue;
+    verified.push_back(i);
+    Progress::OfThisThread().Expect(files[i].written.size_bytes);
+  }
+  BALLAST_RETURN_IF_ERROR(ForEach(static_cast<int>(verified.size()), [&](int number) {
+    const int i = verified[number];
+    return Verify(checkpoint.planes_[places[i].first].files[places[i].second],
+                  FilePath(directory, files[i]), files[i]);
+  }));
   return checkpoint;
 }
 
-absl::Status Checkpoint::CheckTensors(const std::string& directory, Plane plane) {
+absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
   PlaneFiles& files = planes_[plane];
+  std::vector<const CheckpointIndex::File*> in_plane;
+  for (const CheckpointIndex::File& file : index_.files) {
+    if (file.plane == plane) in_plane.push_back(&file);
+  }
   for (const int parameter : ParametersWith(index_, plane)) {
     const CheckpointIndex::Parameter& p = index_.parameters[parameter];
-    int found = 0;
+    std::vector<Piece>& pieces = files.pieces[p.name];
+    if (!pieces.empty()) continue;  // Of an index that lists it twice.
+    bool fits = true;
     for (int i = 0; i < static_cast<int>(files.files.size()); ++i) {
       const TensorEntry* const entry = files.files[i].Find(p.name);
-      if (entry == nullptr || entry->shape != p.shape || entry->elements != p.elements) continue;
-      files.file_of[p.name] = i;
-      ++found;
+      if (entry == nullptr) continue;
+      const auto cut = in_plane[i]->cut.find(p.name);
+      if (cut == in_plane[i]->cut.end()) {
+        fits = fits && entry->shape == p.shape && entry->elements == p.elements;
+        pieces.push_back({.elements = p.elements, .file = i});
+        continue;
+      }
+      fits = fits && entry->elements == cut->second.elements();
+      if (!fits) break;  // Nor is it more than the file has.
+      int64_t offset = 0;
+      cut->second.VisitRange(0, cut->second.elements(), [&](int64_t begin, int64_t elements) {
+        pieces.push_back({.begin = begin, .elements = elements, .offset = offset, .file = i});
+        offset += elements;
+      });
     }
-    // With a tensor in two files nobody would know which of them is right.
-    if (found != 1) {
+    std::ranges::sort(pieces, {}, &Piece::begin);
+    // With an element in two places nobody would know which of them is right.
+    int64_t end = 0;
+    for (const Piece& piece : pieces) {
+      fits = fits && piece.begin == end;
+      end += piece.elements;
+    }
+    if (!fits || end != p.elements) {
       return absl::DataLossError(absl::StrCat(directory, " does not hold ", Name(plane), " of ",
                                               p.name, " as index.json describes it"));
     }
@@ -137,11 +177,24 @@ absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t
     std::fill(out.begin(), out.end(), 0.0f);
     return absl::OkStatus();
   }
-  return files->second.files[files->second.file_of.at(parameter)].Read(parameter, offset, out);
+  if (out.empty()) return absl::OkStatus();
+  const std::vector<Piece>& pieces = files->second.pieces.at(parameter);
+  // The last one that begins there or before.
+  auto piece = std::ranges::upper_bound(pieces, offset, {}, &Piece::begin);
+  for (--piece; !out.empty(); ++piece) {
+    const int64_t within = offset - piece->begin;
+    const int64_t some = std::min(static_cast<int64_t>(out.size()), piece->elements - within);
+    BALLAST_RETURN_IF_ERROR(
+        files->second.files[piece->file].Read(parameter, piece->offset + within, out.first(some)));
+    offset += some;
+    out.remove_prefix(some);
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
-                                            int64_t most_bytes, CheckpointUses* uses) {
+                                            int64_t most_bytes, CheckpointUses* uses,
+                                            const Checkpoint::Needs& needs) {
   // Each time the folder is listed anew, because a save deletes older checkpoints once a newer one
   // is complete.
   for (int attempt = 0; attempt < kMostReads; ++attempt) {
@@ -165,7 +218,8 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
         gone = true;
         continue;
       }
-      absl::StatusOr<Checkpoint> opened = Checkpoint::Open(file_system, directory, most_bytes);
+      absl::StatusOr<Checkpoint> opened =
+          Checkpoint::Open(file_system, directory, most_bytes, needs);
       if (opened.ok()) {
         return OpenedCheckpoint{.checkpoint = *std::move(opened),
                                 .directory = directory,

@@ -10,6 +10,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -26,31 +27,45 @@ namespace ballast {
 
 class Checkpoint {
  public:
+  // Whether elements [begin, begin + elements) of a parameter, or some of them, will be read. Null:
+  // all will.
+  using Needs = std::function<bool(const std::string& parameter, int64_t begin, int64_t elements)>;
+
   // Reads the index and checks every file against it, several at once: sizes, checksums, finite
-  // values, no negative exp_avg_sq. `most_bytes`: of the index, and of each file's header
+  // values, no negative exp_avg_sq. Of files without anything that `needs` wants only the sizes. `most_bytes`: of the index, and of each file's header
   // (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
   static absl::StatusOr<Checkpoint> Open(FileSystem& file_system, const std::string& directory,
-                                         int64_t most_bytes);
+                                         int64_t most_bytes, const Needs& needs = nullptr);
 
   // Hugging Face's safetensors with only weights, in fp32, bf16 or fp16: a file, or a directory
   // with model.safetensors, or with model.safetensors.index.json and its files. `index` has the
   // wanted parameters, without its files. All planes except the master weights are zeros. Other
   // tensors are ignored. NOT_FOUND: nothing there. FAILED_PRECONDITION: a parameter is missing, or
-  // has another shape. DATA_LOSS: damaged, or a weight is not finite.
+  // has another shape. DATA_LOSS: damaged, or a weight is not finite. `hashes`: the index gets a
+  // SHA-256 of the weights.
   static absl::StatusOr<Checkpoint> OpenWeights(FileSystem& file_system, const std::string& path,
-                                                CheckpointIndex index, int64_t most_bytes);
+                                                CheckpointIndex index, int64_t most_bytes,
+                                                bool hashes = false);
 
   const CheckpointIndex& index() const { return index_; }
   absl::Status Read(const std::string& parameter, Plane plane, int64_t offset,
                     absl::Span<float> out) const;
 
  private:
+  // Elements of a parameter in a file, or in one that is whole, all.
+  struct Piece {
+    int64_t begin = 0;
+    int64_t elements = 0;
+    int64_t offset = 0;  // The first one's, in the file's tensor.
+    int file = 0;
+  };
   struct PlaneFiles {
     std::vector<SafetensorsFile> files;
-    std::map<std::string, int> file_of;  // By parameter.
+    std::map<std::string, std::vector<Piece>> pieces;  // By parameter, ascending.
   };
 
-  absl::Status CheckTensors(const std::string& directory, Plane plane);
+  // Where the parameters are, if each element is there once.
+  absl::Status FindPieces(const std::string& directory, Plane plane);
 
   CheckpointIndex index_;
   std::map<Plane, PlaneFiles> planes_;
@@ -68,7 +83,8 @@ struct OpenedCheckpoint {
 // UNAVAILABLE: each was deleted while it was read. `uses`: of this process, if it deletes
 // checkpoints.
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
-                                            int64_t most_bytes, CheckpointUses* uses = nullptr);
+                                            int64_t most_bytes, CheckpointUses* uses = nullptr,
+                                            const Checkpoint::Needs& needs = nullptr);
 
 }  // namespace ballast
 

@@ -133,12 +133,6 @@ int64_t Count(const json& value) {
   return sane ? value.get<int64_t>() : -1;
 }
 
-// "master", or "master-" and more, that is no path.
-bool IsFileOf(Plane plane, absl::string_view name) {
-  return absl::ConsumePrefix(&name, Name(plane)) && absl::ConsumeSuffix(&name, kSuffix) &&
-         (name.empty() || name.front() == '-') && name.find('/') == name.npos;
-}
-
 bool CountsAreSane(const CheckpointIndex& index) {
   // Count's -1, as an unsigned number, is above every bound.
   bool sane = index.step <= kMaxFirstStep;  // What a job may begin at.
@@ -149,6 +143,27 @@ bool CountsAreSane(const CheckpointIndex& index) {
     sane = sane && file.written.size_bytes >= 0 && IsFileOf(file.plane, file.name);
   }
   return sane;
+}
+
+json ToJson(const ElementRuns& runs) {
+  json result = json::array();
+  for (const ElementRun& run : runs.runs()) {
+    result.push_back({run.begin, run.elements, run.count, run.stride});
+  }
+  return result;
+}
+
+// Those of an absurd cut are empty, which no tensor of the file is.
+ElementRuns RunsFromJson(const json& text) {
+  std::vector<ElementRun> runs;
+  for (const json& run : text) {
+    runs.push_back({.begin = Count(run.at(0)),
+                    .elements = Count(run.at(1)),
+                    .count = Count(run.at(2)),
+                    .stride = Count(run.at(3))});
+  }
+  ElementRuns read;
+  return read.Read(runs) ? read : ElementRuns();
 }
 
 json ToJson(const CheckpointIndex& index) {
@@ -171,6 +186,7 @@ json ToJson(const CheckpointIndex& index) {
                      {"name", file.name},
                      {"size_bytes", file.written.size_bytes},
                      {"crc32", file.written.crc32}});
+    for (const auto& [parameter, runs] : file.cut) files.back()["cut"][parameter] = ToJson(runs);
     size_bytes += file.written.size_bytes;
   }
   return {{"format", kFormat},
@@ -199,6 +215,10 @@ std::vector<CheckpointIndex::File> FilesFromJson(const json& text, absl::Span<co
           {.plane = plane,
            .name = file.at("name"),
            .written = {.size_bytes = Count(file.at("size_bytes")), .crc32 = file.at("crc32")}});
+      if (!file.contains("cut")) continue;
+      for (const auto& [parameter, runs] : file.at("cut").items()) {
+        files.back().cut[parameter] = RunsFromJson(runs);
+      }
     }
   }
   return files;
@@ -274,6 +294,12 @@ std::string IndexPath(const std::string& directory) {
   return absl::StrCat(directory, "/index.json");
 }
 
+bool IsFileOf(Plane plane, absl::string_view name) {
+  return static_cast<int>(plane) < kMaxPlanes && absl::ConsumePrefix(&name, Name(plane)) &&
+         absl::ConsumeSuffix(&name, kSuffix) && (name.empty() || name.front() == '-') &&
+         name.find('/') == name.npos;
+}
+
 // The parameters, by index, that have this plane.
 std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane) {
   std::vector<int> parameters;
@@ -296,32 +322,38 @@ std::vector<Plane> PlanesOf(const CheckpointIndex& index) {
   return planes;
 }
 
-std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes) {
+std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes,
+                                    const CheckpointShare* share) {
   std::vector<CheckpointPart> parts;
+  const std::string of_member =
+      share != nullptr ? absl::StrCat("-member-", share->member) : std::string();
   for (const Plane plane : PlanesOf(index)) {
     // A plane has one file at least, also where it has no parameter.
     const size_t first = parts.size();
     parts.push_back({.plane = plane});
     for (const int parameter : ParametersWith(index, plane)) {
+      const int64_t elements = share != nullptr ? share->held[parameter].elements()
+                                                : index.parameters[parameter].elements;
+      if (elements == 0 && share != nullptr) continue;
       if (parts.back().bytes >= most_bytes) parts.push_back({.plane = plane});
       parts.back().parameters.push_back(parameter);
-      parts.back().bytes +=
-          index.parameters[parameter].elements * static_cast<int64_t>(sizeof(float));
+      parts.back().bytes += elements * static_cast<int64_t>(sizeof(float));
     }
     const size_t count = parts.size() - first;
     for (size_t i = 0; i < count; ++i) {
       parts[first + i].name =
-          count == 1 ? absl::StrCat(Name(plane), kSuffix)
-                     : absl::StrCat(Name(plane), "-", absl::Dec(i + 1, absl::kZeroPad5), "-of-",
-                                    absl::Dec(count, absl::kZeroPad5), kSuffix);
+          count == 1 ? absl::StrCat(Name(plane), of_member, kSuffix)
+                     : absl::StrCat(Name(plane), of_member, "-", absl::Dec(i + 1, absl::kZeroPad5),
+                                    "-of-", absl::Dec(count, absl::kZeroPad5), kSuffix);
     }
   }
   return parts;
 }
 
 int64_t MostIndexBytes(const JobSpec& spec) {
-  constexpr int64_t kEscaped = 6;         // JSON writes a byte in up to as many.
-  constexpr int64_t kOfParameter = 1280;  // With a file of its own in each plane.
+  constexpr int64_t kEscaped = 6;  // JSON writes a byte in up to as many.
+  // With a file of its own in each plane, and 64 runs in each, where members hold parts of it.
+  constexpr int64_t kOfParameter = 1280 + int64_t{4} * 64 * 64;
   constexpr int64_t kOfDimension = 24;
   constexpr int64_t kOfGroup = 2048;  // Its hyper-parameters, twice.
   constexpr int64_t kOthers = int64_t{2} << 20;

@@ -5,16 +5,19 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_INDEX_H_
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
+#include "cpu_optimizer_service/state/element_runs.h"
 #include "cpu_optimizer_service/state/safetensors.h"
 
 namespace ballast {
@@ -35,6 +38,9 @@ struct CheckpointIndex {
     Plane plane = Plane::kMaster;
     std::string name;  // In the checkpoint's directory.
     WrittenFile written;
+    // By parameter: its elements in this file, if these are not all. The file has them as a tensor
+    // of one dimension.
+    std::map<std::string, ElementRuns> cut = {};
   };
   std::string job;
   std::string uid;
@@ -53,21 +59,36 @@ struct CheckpointIndex {
 };
 
 std::string IndexPath(const std::string& directory);
+// Whether a plane's file may have that name: master.safetensors, or master-....safetensors.
+bool IsFileOf(Plane plane, absl::string_view name);
 
 // A checkpoint's planes, and the indices of the parameters with a plane.
 std::vector<Plane> PlanesOf(const CheckpointIndex& index);
 std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane);
 
-// A file to be written: whole tensors of a plane, in order. A new one begins when one has
-// `most_bytes`, so that several threads write about equally much.
+// What one of several members holds of each parameter of an index.
+struct CheckpointShare {
+  int member = 0;
+  std::vector<ElementRuns> held;
+
+  bool HasAll(const CheckpointIndex& index, int parameter) const {
+    return held[parameter].elements() == index.parameters[parameter].elements;
+  }
+};
+
+// A file to be written: tensors of a plane, in order. A new one begins when one has `most_bytes`, so
+// that several threads write about equally much. `share`: of a member; null: all of the index.
 struct CheckpointPart {
   Plane plane = Plane::kMaster;
-  std::string name;  // master.safetensors, or master-00001-of-00003.safetensors.
+  // master.safetensors, or master-00001-of-00003.safetensors; a member's:
+  // master-member-2-00001-of-00003.safetensors.
+  std::string name;
   std::vector<int> parameters;
   int64_t bytes = 0;
 };
 inline constexpr int64_t kPartBytes = int64_t{1} << 30;
-std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes = kPartBytes);
+std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes = kPartBytes,
+                                    const CheckpointShare* share = nullptr);
 
 // More than an index or a header of such a job's checkpoint needs. A larger one is another job's or
 // damaged, and is not read: its text takes many times its size in memory.

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
@@ -65,13 +66,16 @@ absl::StatusOr<std::vector<std::string>> FilesOf(FileSystem& file_system, const 
 }
 
 absl::Status CheckFinite(const SafetensorsFile& file, const std::string& path,
-                         const CheckpointIndex::Parameter& parameter) {
+                         const CheckpointIndex::Parameter& parameter, Sha256* hash) {
   std::vector<float> values(std::min(kPieceElements, parameter.elements));
   for (int64_t offset = 0; offset < parameter.elements; offset += kPieceElements) {
     const auto piece =
         absl::MakeSpan(values).first(std::min(kPieceElements, parameter.elements - offset));
     BALLAST_RETURN_IF_ERROR(file.Read(parameter.name, offset, piece));
     Progress::OfThisThread().Count(static_cast<int64_t>(piece.size() * sizeof(float)));
+    if (hash != nullptr)
+      hash->Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(piece.data()),
+                                    piece.size() * sizeof(float)));
     // There are no checksums of weights of others, so this is the damage that can be seen.
     const auto bad = std::find_if_not(piece.begin(), piece.end(),
                                       [](float value) { return std::isfinite(value); });
@@ -85,7 +89,8 @@ absl::Status CheckFinite(const SafetensorsFile& file, const std::string& path,
 }  // namespace
 
 absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, const std::string& path,
-                                                   CheckpointIndex index, int64_t most_bytes) {
+                                                   CheckpointIndex index, int64_t most_bytes,
+                                                   bool hashes) {
   // Names of others are not bounded by this job's, and their files are the operator's.
   most_bytes = std::max(most_bytes, kMostForeignIndexBytes);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> paths, FilesOf(file_system, path));
@@ -99,6 +104,7 @@ absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, cons
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     Progress::OfThisThread().Expect(parameter.elements * static_cast<int64_t>(sizeof(float)));
   }
+  Sha256 hash;
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     const TensorEntry* entry = nullptr;
     int number = 0;
@@ -116,9 +122,11 @@ absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, cons
                        path, " and [", absl::StrJoin(parameter.shape, ", "), "] in the job"));
     }
     // The loop has gone one beyond the file that has the tensor.
-    masters.file_of[parameter.name] = number - 1;
-    BALLAST_RETURN_IF_ERROR(CheckFinite(masters.files[number - 1], paths[number - 1], parameter));
+    masters.pieces[parameter.name] = {{.elements = parameter.elements, .file = number - 1}};
+    BALLAST_RETURN_IF_ERROR(CheckFinite(masters.files[number - 1], paths[number - 1], parameter,
+                                        hashes ? &hash : nullptr));
   }
+  if (hashes) index.sha256 = hash.Hex();
   checkpoint.index_ = std::move(index);
   return checkpoint;
 }

@@ -9,6 +9,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
+#include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
@@ -31,7 +32,8 @@ CheckpointWriter::CheckpointWriter(FileSystem& file_system, Target target, Check
     : file_system_(file_system),
       target_(std::move(target)),
       index_(std::move(index)),
-      parts_(PartsOf(index_, target_.part_bytes)),
+      parts_(PartsOf(index_, target_.part_bytes,
+                     target_.share.has_value() ? &*target_.share : nullptr)),
       files_(parts_.size()) {
   for (const CheckpointPart& part : parts_) size_bytes_ += part.bytes;
 }
@@ -65,19 +67,54 @@ absl::Status CheckpointWriter::Begin() {
   return absl::OkStatus();
 }
 
+absl::Status CheckpointWriter::Join(const std::string& partial) {
+  // What another service says, which may lead elsewhere, or to a checkpoint that is whole.
+  const size_t suffix = partial.find(kPartialSuffix);
+  const std::string path = absl::StrCat(target_.folder, "/", partial);
+  if (suffix == partial.npos || partial.find('/') != partial.npos ||
+      !IsVersionName(partial.substr(0, suffix)) || !file_system_.Exists(path)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("it does not see ", path,
+                     ", which the lead has made; give all members a --checkpoint-dir on one shared "
+                     "file system"));
+  }
+  partial_ = path;
+  return absl::OkStatus();
+}
+
+std::string CheckpointWriter::partial() const {
+  return std::filesystem::path(partial_).filename().string();
+}
+
+bool CheckpointWriter::IsCut(int parameter) const {
+  return target_.share.has_value() && !target_.share->HasAll(index_, parameter);
+}
+
 absl::Status CheckpointWriter::WritePart(int part, PlaneReader read) {
   const CheckpointPart& to = parts_[part];
   Progress& progress = Progress::OfThisThread();
   std::vector<TensorEntry> tensors;
   for (const int parameter : to.parameters) {
     const CheckpointIndex::Parameter& p = index_.parameters[parameter];
-    tensors.push_back({.name = p.name, .shape = p.shape, .elements = p.elements});
+    const int64_t held = IsCut(parameter) ? target_.share->held[parameter].elements() : p.elements;
+    tensors.push_back({.name = p.name,
+                       .shape = IsCut(parameter) ? std::vector<int64_t>{held} : p.shape,
+                       .elements = held});
   }
+  const auto read_piece = [&](int tensor, int64_t offset, absl::Span<float> out) {
+    const int parameter = to.parameters[tensor];
+    if (!IsCut(parameter)) return read(parameter, to.plane, offset, out);
+    target_.share->held[parameter].VisitRange(
+        offset, static_cast<int64_t>(out.size()), [&](int64_t begin, int64_t elements) {
+          read(parameter, to.plane, begin, out.first(elements));
+          out.remove_prefix(elements);
+        });
+  };
   BALLAST_ASSIGN_OR_RETURN(
       files_[part],
       WriteSafetensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
                        [&](int tensor, int64_t offset, absl::Span<float> out) {
-                         read(to.parameters[tensor], to.plane, offset, out);
+                         read_piece(tensor, offset, out);
                          progress.Count(static_cast<int64_t>(out.size() * sizeof(float)));
                        }));
   // The file's flush at its end may take long, and its end is progress, too.
@@ -85,17 +122,51 @@ absl::Status CheckpointWriter::WritePart(int part, PlaneReader read) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<int64_t> CheckpointWriter::WriteIndex() {
-  int64_t bytes = 0;
+std::vector<CheckpointIndex::File> CheckpointWriter::Files() const {
+  std::vector<CheckpointIndex::File> files;
   for (size_t part = 0; part < parts_.size(); ++part) {
-    index_.files.push_back(
+    files.push_back(
         {.plane = parts_[part].plane, .name = parts_[part].name, .written = files_[part]});
-    bytes += files_[part].size_bytes;
+    for (const int parameter : parts_[part].parameters) {
+      if (!IsCut(parameter)) continue;
+      files.back().cut[index_.parameters[parameter].name] = target_.share->held[parameter];
+    }
   }
+  return files;
+}
+
+void CheckpointWriter::Add(std::vector<CheckpointIndex::File> files) {
+  others_.insert(others_.end(), std::make_move_iterator(files.begin()),
+                 std::make_move_iterator(files.end()));
+}
+
+absl::Status CheckpointWriter::CheckWritten() const {
+  const auto opened = Checkpoint::Open(file_system_, partial_, target_.most_index_bytes,
+                                       [](const std::string&, int64_t, int64_t) { return false; });
+  return Annotate(opened.status(),
+                  "what the members have written does not make a checkpoint; is their "
+                  "--checkpoint-dir on one shared file system?");
+}
+
+absl::StatusOr<int64_t> CheckpointWriter::WriteIndex() {
+  index_.files = Files();
+  index_.files.insert(index_.files.end(), std::make_move_iterator(others_.begin()),
+                      std::make_move_iterator(others_.end()));
+  int64_t bytes = 0;
+  for (const CheckpointIndex::File& file : index_.files) bytes += file.written.size_bytes;
   // The clock may have gone back. What was saved last is to be known by this number.
   index_.saved_unix_ms =
       std::max(index_.saved_unix_ms, LastSaved(file_system_, target_.folder) + 1);
-  BALLAST_RETURN_IF_ERROR(WriteText(file_system_, IndexPath(partial_), ToText(index_)));
+  const std::string text = ToText(index_);
+  if (static_cast<int64_t>(text.size()) > target_.most_index_bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the index would have ", text.size(),
+                     " bytes, and no job would load more than ", target_.most_index_bytes,
+                     ": the members hold the parameters in too many pieces; give each member whole "
+                     "rows of them"));
+  }
+  BALLAST_RETURN_IF_ERROR(WriteText(file_system_, IndexPath(partial_), text));
+  if (target_.share.has_value()) BALLAST_RETURN_IF_ERROR(CheckWritten());
   return bytes;
 }
 

@@ -17,7 +17,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +41,10 @@ class CheckpointWriter {
   struct Target {
     std::string folder;  // Its parent must exist.
     int64_t part_bytes = kPartBytes;
+    // More could not be read (MostIndexBytes).
+    int64_t most_index_bytes = std::numeric_limits<int64_t>::max();
+    // With several members, what this one writes. They have equal indices.
+    std::optional<CheckpointShare> share = std::nullopt;
   };
 
   // Touches no file yet. The index is without files.
@@ -46,20 +52,32 @@ class CheckpointWriter {
 
   // INVALID_ARGUMENT for an invalid folder. NOT_FOUND: its parent is gone.
   absl::Status Begin();
+  // In place of Begin: the folder's directory of this name is one that the job's lead has begun.
+  // Whoever writes to it does not finish. FAILED_PRECONDITION: it is not there.
+  absl::Status Join(const std::string& partial);
+  std::string partial() const;  // The name of that directory.
   int parts() const { return static_cast<int>(parts_.size()); }
   absl::Status WritePart(int part, PlaneReader read);
+  // All of this writer's, once they are written.
+  std::vector<CheckpointIndex::File> Files() const;
+  // Of another member, before Finish.
+  void Add(std::vector<CheckpointIndex::File> files);
   // Writes the index and renames the checkpoint; after an error, removes all its files. Once the
   // checkpoint exists, errors of cleaning up do not fail the save.
   absl::StatusOr<CheckpointFacts> Finish(absl::Status status);
 
   const std::string& folder() const { return target_.folder; }
+  const CheckpointShare& share() const { return *target_.share; }
   const CheckpointIndex& index() const { return index_; }
 
   // The planes' size; Begin and WritePart count it in the thread's Progress.
   int64_t size_bytes() const { return size_bytes_; }
 
  private:
+  bool IsCut(int parameter) const;
   absl::StatusOr<int64_t> WriteIndex();
+  // Of several members: whether each element is there once, and each file as its writer says.
+  absl::Status CheckWritten() const;
   absl::StatusOr<std::string> GiveName();
   void WriteHint(const std::string& directory);
 
@@ -71,6 +89,7 @@ class CheckpointWriter {
   std::string partial_;  // Empty: not made.
   std::shared_ptr<const void> lock_;
   std::vector<WrittenFile> files_;  // By part; each written by the thread that has it.
+  std::vector<CheckpointIndex::File> others_;
 };
 
 }  // namespace ballast

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast::server {
 namespace {
@@ -44,6 +45,26 @@ std::string LastSaved(const Engine& engine, const Job& job) {
                       found->directory);
 }
 
+// The checkpoint of a job with several members as it is now. All may be told to end at once, and what
+// one has asked for is the save of all. NOT_FOUND.
+absl::StatusOr<CheckpointInfo> SavedByOthers(const Job& job, const std::string& folder) {
+  const absl::Status none = absl::NotFoundError(folder);
+  if (job.spec().member_count() == 1) return none;
+  const JobStatus status = job.Status();
+  const auto found = ListCheckpoints(PosixFileSystem(), folder);
+  for (const FoundCheckpoint& each : found.value_or(std::vector<FoundCheckpoint>())) {
+    const CheckpointFacts& facts = each.facts;
+    if (each.problem.ok() && facts.uid == job.uid() && facts.step == status.committed_step &&
+        facts.generation == status.generation.count) {
+      return CheckpointInfo{.directory = facts.directory,
+                            .step = facts.step,
+                            .generation = status.generation,
+                            .size_bytes = facts.size_bytes};
+    }
+  }
+  return none;
+}
+
 void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_directory,
              double seconds, DrainReport& report) {
   const JobStatus status = job.Status();
@@ -62,17 +83,19 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
                                        LastSaved(engine, job)));
     return;
   }
-  if (job.spec().member_count() > 1) {
-    report.lost.push_back(absl::StrCat(at_step(status.committed_step),
-                                       ": it has several members, and such jobs cannot be saved"));
-    return;
-  }
   const std::string folder = absl::StrCat(checkpoint_directory, "/", job.spec().name);
   AwaitSaves(job, folder, seconds);
   // This thread may block: it does nothing but drain.
-  const auto saved = Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
-    job.Save({.folder = folder, .asked_for = false}, std::move(done));
-  });
+  absl::StatusOr<CheckpointInfo> saved = SavedByOthers(job, folder);
+  if (!saved.ok()) {
+    saved = Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
+      job.Save({.folder = folder, .asked_for = false}, std::move(done));
+    });
+  }
+  // They may have ended right after it.
+  if (auto by_others = SavedByOthers(job, folder); !saved.ok() && by_others.ok()) {
+    saved = *std::move(by_others);
+  }
   if (saved.ok()) {
     report.saved.push_back(absl::StrCat(at_step(saved->step), ": ", FormatBytes(saved->size_bytes),
                                         " in ", saved->directory));

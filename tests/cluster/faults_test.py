@@ -17,7 +17,7 @@ import tempfile
 from cluster_case import train_alone
 from faults import CUTS, KILLS, Faults
 from hosts import Network, enter_network_of_own
-from members import SAME, Cluster
+from members import Cluster
 from runs import Training, difference
 
 TRAINING = Training(steps=60)  # A second or two.
@@ -42,7 +42,7 @@ def one_run(cluster, training, undisturbed, kinds, most, seed, **options):
     faults = Faults(cluster, run, draw, **options)
     try:
         faults.play(kinds, most)
-        problem = difference(cluster.end(run), undisturbed, SAME)
+        problem = difference(cluster.end(run), undisturbed)
         if problem:
             raise WrongBits(problem)
         return faults.done, cluster.recoveries() - before

@@ -1,10 +1,14 @@
 """Services on hosts of their own, and trainings over several of them."""
 
 import collections
+import hashlib
 import json
+import math
 import pathlib
 import signal
+import struct
 import sys
+import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kill"))
 
@@ -13,7 +17,25 @@ from runs import Run, Service, recoveries, result_of, tail  # noqa: E402
 
 PORT = 7070
 RANKS = 4
-SAME = ("weights", "losses", "decisions")  # The state of a job over members cannot be saved.
+
+
+def state_hashes(checkpoint):
+    """SHA-256 of each plane of each parameter, whichever files have it."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    sizes = {parameter["name"]: 4 * math.prod(parameter["shape"]) for parameter in index["parameters"]}
+    planes = {}
+    for file in index["files"]:
+        data = (checkpoint / file["name"]).read_bytes()
+        length, = struct.unpack("<Q", data[:8])
+        for name, tensor in json.loads(data[8:8 + length]).items():
+            at = 8 + length + tensor["data_offsets"][0]
+            whole = planes.setdefault((file["plane"], name), bytearray(sizes[name]))
+            for begin, elements, count, stride in file.get("cut", {}).get(name, [[0, sizes[name] // 4, 1, 0]]):
+                for piece in range(count):
+                    to = 4 * (begin + piece * stride)
+                    whole[to:to + 4 * elements] = data[at:at + 4 * elements]
+                    at += 4 * elements
+    return {f"{plane} {name}": hashlib.sha256(whole).hexdigest() for (plane, name), whole in planes.items()}
 
 
 class Member(Service):
@@ -28,6 +50,13 @@ class Member(Service):
         """On its host; a later process of it, too."""
         self.process = start([*self.host.words, *self.words, f"--listen={listen}"], self.log)
 
+    def save(self, job):
+        """Returns the checkpoint's directory."""
+        return pathlib.Path(json.loads(self.ask("save", job, "--json"))["directory"])
+
+    def state_hashes(self, job):
+        return state_hashes(self.save(job))
+
     def jobs(self):
         """Their names."""
         return [job["name"] for job in json.loads(self.ask("jobs", "--json"))["jobs"]]
@@ -37,15 +66,16 @@ class Member(Service):
 
 
 class Cluster:
-    """Members, each on a host of its own. The first one leads the jobs that `run` starts."""
+    """Members, each on a host of its own. The first one leads the jobs that `run` starts. All share `saved`."""
 
-    def __init__(self, folder, network, count, *, flags=(), **wire):
+    def __init__(self, folder, network, count, *, saved=None, flags=(), **wire):
         self.folder = folder
+        self.saved = saved or pathlib.Path(tempfile.mkdtemp(prefix="saved-", dir=folder))
         self.network = network
         self.members = []
         try:
             for _ in range(count):
-                self.members.append(Member(folder, network.add_host(**wire), *flags))
+                self.members.append(Member(folder, network.add_host(**wire), f"--checkpoint-dir={self.saved}", *flags))
         except BaseException:
             self.stop()
             raise
@@ -73,7 +103,7 @@ class Cluster:
             raise AssertionError(f"ended with code {code}")
         if run.restarts() != 0:
             raise AssertionError(f"{run.restarts()} times all workers started again")
-        result = result_of(run, self.lead, has_state=False)
+        result = result_of(run, self.lead)
         self.lead.ask("close", run.job, "--force")
         left = {member.address: names for member in self.members if (names := member.jobs())}
         if left:

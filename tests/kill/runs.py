@@ -192,15 +192,14 @@ class Result:
     decisions: list  # Step, norm, clip and hyper-parameters, as the service recorded them.
 
 
-def result_of(run, service, *, has_state=True):
-    """has_state: the service can save the job; else its state is left out."""
+def result_of(run, service):
     with open(run.out / "losses.csv", newline="") as file:
         losses = [(row["step"], row["loss"], row["norm"], row["clip"]) for row in csv.DictReader(file)]
     job = service.job(run.job)
     decisions = [(step["step"], step["applied"], step["norm"], step["clip_coefficient"],
                   step["micro_steps"], step["hyper_parameters"]) for step in job["recent_steps"]]
     return Result(weights=hashlib.sha256((run.out / "weights.bin").read_bytes()).hexdigest(),
-                  state=service.state_hashes(run.job) if has_state else {}, losses=losses, decisions=decisions)
+                  state=service.state_hashes(run.job), losses=losses, decisions=decisions)
 
 
 def undisturbed_result(folder, service, name, training):

@@ -144,7 +144,7 @@ void Fields(Each&& each, KeptReport& v) {
 }
 template <typename Each>
 void Fields(Each&& each, KeptLoad& v) {
-  each(v.path, v.weights_only);
+  each(v.path, v.weights_only, v.loads, v.sha256);
 }
 template <typename Each>
 void Fields(Each&& each, StateWrite& v) {

@@ -24,9 +24,10 @@ struct JobIdentity {
   Generation generation = 1;
   JobSpec spec;
   Derivation derivation;
-  int member = 0;  // Which of spec.members this service is.
+  int member = 0;                   // Which of spec.members this service is.
   std::string lead_principal = {};  // Who has created this part; empty: unknown, or it leads.
-  uint64_t creation = 0;  // With several members: which of the lead's creations it is, by its clock.
+  // With several members: which of the lead's creations it is, by its clock.
+  uint64_t creation = 0;
 
   bool is_lead() const { return member == spec.lead(); }
 };
@@ -150,6 +151,8 @@ struct KeptReport {
 struct KeptLoad {
   std::string path;
   bool weights_only = false;
+  uint64_t loads = 0;  // JobRecord::loads with it.
+  std::string sha256;  // CheckpointIndex::sha256. With several members another one is not loaded.
 };
 
 // A write of state in progress.
@@ -178,6 +181,8 @@ struct JobRecord {
   uint64_t epoch = 1;                     // Of the current or next step.
   bool closed = false;
   std::string closing;  // Why the job is closed at all members, which is not done yet; empty: no.
+  // Loads begun so far. At a member that does not lead: that of the lead which it has ended last.
+  uint64_t loads = 0;
   std::optional<KeptLoad> loading;
   std::string torn_by;  // The load that did not end; empty: the state is complete.
   // By group: changes of UpdateGroup during a step; they follow its overrides.

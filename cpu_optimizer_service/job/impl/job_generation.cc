@@ -23,9 +23,12 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
 
 void JobImpl::RaiseTo(const Generation& generation, std::string why,
                       absl::AnyInvocable<void() &&> then) {
-  std::vector<int> followers;  // Others are told when they stand at the committed step.
+  // Others are told when they stand at the committed step, which is nobody's after a load that failed.
+  std::vector<int> followers;
   for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
-    if (links_[member].sink != nullptr && IsInStep(member)) followers.push_back(member);
+    if (links_[member].sink != nullptr && (IsInStep(member) || core_.gate.state().torn)) {
+      followers.push_back(member);
+    }
   }
   core_.record.generation = generation;
   raised_because_ = why;

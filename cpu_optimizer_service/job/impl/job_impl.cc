@@ -58,13 +58,24 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       members_(core_),
       journal_(core_, memory_, members_.table),
       view_(core_, memory_),
-      saver_(core_, memory_, view_),
+      tasks_(core_.identity.spec,
+             [this](int member, const LeadWord& word)
+                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return SendTo(member, word); }),
+      saver_(core_, memory_, view_, tasks_,
+             [this](MemberWord word)
+                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { Say(std::move(word)); }),
       origin_(core_, memory_, members_, journal_, saver_),
-      loader_(core_, memory_, journal_, view_, saver_, origin_,
-              [this](std::string why, absl::AnyInvocable<void() &&> then)
-                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
-                    RaiseGeneration(std::move(why), std::move(then));
-                  }),
+      loader_(
+          core_, memory_, journal_, view_, saver_, origin_,
+          [this](std::string why, absl::AnyInvocable<void() &&> then) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+              job_lock) { RaiseGeneration(std::move(why), std::move(then)); },
+          {.tasks = tasks_,
+           .have_loaded =
+               [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return OthersHaveLoaded(); },
+           .tell_lead = [this](uint64_t loads, const absl::Status& status)
+                            ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { SayLoaded(loads, status); },
+           .say = [this](MemberWord word)
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { Say(std::move(word)); }}),
       writes_(core_, memory_, members_, journal_, view_, machine_),
       machine_(core_.identity.spec, core_.layout),
       lead_(core_.identity.spec, core_.layout, FirstRanks(core_.identity.spec)),

@@ -24,6 +24,7 @@
 #include "cpu_optimizer_service/job/kept/journal.h"
 #include "cpu_optimizer_service/job/kept/kept_job.h"
 #include "cpu_optimizer_service/job/members/seats.h"
+#include "cpu_optimizer_service/job/members/tasks.h"
 #include "cpu_optimizer_service/job/members/words.h"
 #include "cpu_optimizer_service/job/state/loader.h"
 #include "cpu_optimizer_service/job/state/saver.h"
@@ -130,20 +131,8 @@ class JobImpl : public Job {
   absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
-  Pending Save(SaveRequest request, Done<CheckpointInfo> done) override {
-    if (absl::Status alone = CheckAlone("be saved"); !alone.ok()) {
-      std::move(done)(std::move(alone));
-      return {};
-    }
-    return saver_.Save(std::move(request), std::move(done));
-  }
-  Pending Load(LoadRequest request, Done<CheckpointInfo> done) override {
-    if (absl::Status alone = CheckAlone("load a checkpoint"); !alone.ok()) {
-      std::move(done)(std::move(alone));
-      return {};
-    }
-    return loader_.Load(std::move(request), std::move(done));
-  }
+  Pending Save(SaveRequest request, Done<CheckpointInfo> done) override;
+  Pending Load(LoadRequest request, Done<CheckpointInfo> done) override;
   std::string StateHash() override;
 
   uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) override;
@@ -190,6 +179,8 @@ class JobImpl : public Job {
   // For all other members.
   void TellAll(const LeadWord& word);
   MemberSeats& seats() { return seats_; }
+  // Whoever waits for other members gets this.
+  void GiveUpOthers(const absl::Status& why);
   // This member's; `error`: why it has none.
   MemberWord::Seat Seat(absl::Status error) const;
   // Closes this job and makes `derived` continue, in that order for a later process. False, without
@@ -230,6 +221,31 @@ class JobImpl : public Job {
   absl::Status CheckAlone(absl::string_view what) const;
   // FAILED_PRECONDITION (OTHER_MEMBER_LEADS).
   absl::Status CheckLeads() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // ---- job_tasks.cc
+  // To a member that stands, or stood, behind this lead; the end of a task to any.
+  MemberTasks::Sent SendTo(int member, const LeadWord& word)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::Done& done, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::NotLoaded& not_loaded, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeFrom(int member, MemberWord::WantsSave& wants, std::vector<ToMember>& told)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // One save answers all members that want one.
+  void SaveForOthers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AnswerWanted(const absl::StatusOr<CheckpointInfo>& saved)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Task& task) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Load& load) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Saved& saved) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Another member's call for a save, to its lead. Fails with its link.
+  void AskForSave(Done<CheckpointInfo> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void FailSaves(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool OthersHaveLoaded() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // A part of a load has ended.
+  void SayLoaded(uint64_t loads, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // ---- job_derive.cc. The first ones are called before any other code knows the job.
   // Its own state during a read (StopReading).
@@ -352,7 +368,8 @@ class JobImpl : public Job {
     std::shared_ptr<WordSink<LeadWord>> sink;  // Null: there is no link.
     uint64_t number = 0;
     MemberWord::Standing stands;  // Its last one on this link, without settings.
-    uint64_t report = 0;          // The number of its last one.
+    bool has_stood = false;  // It was behind this lead: so it is, or what it needs is on the link.
+    uint64_t report = 0;     // The number of its last one.
     NoLink no_link;
   };
   // At another member.
@@ -369,7 +386,8 @@ class JobImpl : public Job {
     NoLink no_link;
     std::string waits;               // What the lead has said of the reported step.
     std::map<uint64_t, Asked> asks;  // Without an answer yet.
-    uint64_t last_ask = 0;
+    std::map<uint64_t, Done<CheckpointInfo>> saves;
+    uint64_t last_ask = 0;  // Of both.
   };
   // Whom a step waits for, and who is to be told.
   struct Awaited {
@@ -521,6 +539,7 @@ class JobImpl : public Job {
   Membership members_;
   Journal journal_;
   const StateView view_;
+  MemberTasks tasks_;
   Saver saver_;
   StateOrigin origin_;
   Loader loader_;
@@ -528,6 +547,12 @@ class JobImpl : public Job {
   StepMachine machine_ ABSL_GUARDED_BY(job_lock);
   StepLead lead_ ABSL_GUARDED_BY(job_lock);
   std::vector<Link> links_ ABSL_GUARDED_BY(job_lock);
+  struct WantedSave {
+    int member = 0;
+    uint64_t link = 0;
+    uint64_t id = 0;
+  };
+  std::vector<WantedSave> wanted_saves_ ABSL_GUARDED_BY(job_lock);
   MemberSeats seats_;
   bool is_established_ ABSL_GUARDED_BY(job_lock) = false;
   std::vector<Done<bool>> closers_ ABSL_GUARDED_BY(job_lock);  // They wait until it is closed.

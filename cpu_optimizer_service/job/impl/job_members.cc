@@ -24,12 +24,15 @@ uint64_t JobImpl::OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord
 uint64_t JobImpl::OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) {
   const JobCore::Section section(core_);
   if (to_lead_.sink != nullptr) to_lead_.sink->Replaced();
+  FailSaves(absl::UnavailableError("another link to the lead has taken the place of this one"));
   to_lead_.sink = std::move(sink);
   to_lead_.number = ++last_link_;
   to_lead_.no_link = {};
   Say({SeatNow(absl::OkStatus())});
   SayStanding();
   if (to_lead_.report.has_value()) Say(*to_lead_.report);
+  saver_.SayParts();
+  loader_.SayChecked();
   for (const auto& [id, ask] : to_lead_.asks) Say(ask.word);
   return last_link_;
 }
@@ -39,12 +42,14 @@ void JobImpl::CloseLink(uint64_t number, const absl::Status& why) {
   if (to_lead_.number == number) {
     to_lead_.sink = nullptr;
     to_lead_.no_link.Begin(why);
+    FailSaves(why);
   }
   for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
     if (links_[member].number != number) continue;
     links_[member] = {};
     links_[member].no_link.Begin(why);
     seats_.Lose(member, why);
+    tasks_.Lose(member, why);
     LeadOfStep().Withdraw(member);
   }
 }
@@ -91,7 +96,30 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
   link.stands.settings.reset();
   const bool has_weights = core_.first_weights.complete();
   const uint64_t decided = DecidedStep();
-  if (stands.generation > core_.record.generation || (stands.has_weights && !has_weights) ||
+  const auto& loading = core_.record.loading;
+  const auto tell_generation = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    link.sink->Send({LeadWord::Raised{
+        core_.record.generation,
+        raised_because_.empty() ? absl::StrCat("the generation of job ", spec().name, " is now ",
+                                               ToString(core_.record.generation), "; attach again")
+                                : raised_because_}});
+  };
+  if (loading.has_value() || core_.gate.state().torn) {
+    // Its step does not count: a load replaces it.
+    if (!std::exchange(link.has_stood, true)) tasks_.Link(member);
+    if (stands.generation < core_.record.generation) return tell_generation();
+    if (!loading.has_value()) return;
+    if (stands.loads == core_.record.loads) return loader_.OtherHasLoaded();
+    return link.sink->Send(
+        {LeadWord::Load{.loads = loading->loads,
+                        .name = core_.environment.checkpoints == nullptr
+                                    ? loading->path
+                                    : core_.environment.checkpoints->NameOf(loading->path),
+                        .weights_only = loading->weights_only,
+                        .sha256 = loading->sha256}});
+  }
+  if (stands.generation > core_.record.generation || stands.loads != core_.record.loads ||
+      (stands.has_weights && !has_weights) ||
       (stands.has_weights && stands.committed_step > decided)) {
     // It has followed another lead, or this one is not what it was.
     return core_.Tell(absl::StrCat(seats_.NameOf(member), " is at step ", stands.committed_step,
@@ -102,13 +130,8 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
   // What it is told first, it stands behind before it hears the rest.
   if (has_weights && !stands.has_weights) return link.sink->Send({LeadWord::Begin{StateNow()}});
   if (has_weights && stands.committed_step < decided) return TellDecision(member);
-  if (stands.generation < core_.record.generation) {
-    return link.sink->Send({LeadWord::Raised{
-        core_.record.generation,
-        raised_because_.empty() ? absl::StrCat("the generation of job ", spec().name, " is now ",
-                                               ToString(core_.record.generation), "; attach again")
-                                : raised_because_}});
-  }
+  if (stands.generation < core_.record.generation) return tell_generation();
+  if (!std::exchange(link.has_stood, true)) tasks_.Link(member);
   if (!has_weights) return BeginIfAllHaveWeights();
   StepLead& lead = LeadOfStep();
   lead.Stand(member, stands.attempt, stands.by, stands.settings, told);
@@ -126,7 +149,10 @@ bool JobImpl::IsBehind(const MemberWord::Standing& stands) const {
 }
 
 bool JobImpl::IsInStep(int member) const {
-  return links_[member].sink != nullptr && IsBehind(links_[member].stands);
+  const MemberWord::Standing& stands = links_[member].stands;
+  // A load that has begun is the next thing that it hears of.
+  const uint64_t loaded = core_.record.loads - (core_.record.loading.has_value() ? 1 : 0);
+  return links_[member].sink != nullptr && stands.loads == loaded && IsBehind(stands);
 }
 
 void JobImpl::TakeFrom(int member, MemberWord::Report& report, std::vector<ToMember>& told) {
@@ -151,10 +177,12 @@ void JobImpl::TakeFrom(int member, MemberWord::Tried& tried, std::vector<ToMembe
 }
 
 void JobImpl::TakeFrom(int member, MemberWord::Ask& ask, std::vector<ToMember>& /*told*/) {
-  const auto answer = [this, member, link = links_[member].number,
-                       id = ask.id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
-    if (links_[member].number != link) return;  // It asks again.
+  const auto answer = [this, self = Self(), member, link = links_[member].number,
+                       id = ask.id](absl::Status may) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    if (links_[member].number != link || core_.gate.phase() == Phase::kClosed) return;
+    if (may.ok() && core_.gate.state().torn) may = core_.StatusOf(Answer::kTorn);
     links_[member].sink->Send({LeadWord::Answer{.id = id,
+                                                .refused = std::move(may),
                                                 .generation = core_.record.generation,
                                                 .committed_step = DecidedStep(),
                                                 .has_weights = core_.first_weights.complete()}});
@@ -164,15 +192,24 @@ void JobImpl::TakeFrom(int member, MemberWord::Ask& ask, std::vector<ToMember>& 
                                                            .committed_step = ask.committed_step,
                                                            .has_weights = ask.has_weights}]()
                            ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return IsBehind(stood); };
-  if (!ask.give_up.has_value() || !is_lost()) return answer();
-  core_.EnterHere(
-      Admission::kAttach, -1,
-      [this, self = Self(), answer, is_lost, why = *std::move(ask.give_up)](absl::Status admitted)
-          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-            if (!admitted.ok()) return;  // Closed.
-            if (!is_lost()) return answer();
-            GiveUpStep(why, [self, answer]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { answer(); });
-          });
+  // Where the job stands after a load, only its end says.
+  const auto answer_after_load = [this, answer]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    core_.EnterHere(Admission::kHear, -1,
+                    [answer](absl::Status /*admitted*/)
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { answer(absl::OkStatus()); });
+  };
+  if (core_.record.loading.has_value()) return answer_after_load();
+  if (!ask.give_up.has_value() || !is_lost()) return answer(absl::OkStatus());
+  core_.EnterHere(Admission::kAttach, -1,
+                  [this, self = Self(), answer, answer_after_load, is_lost,
+                   why = *std::move(ask.give_up)](absl::Status admitted)
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                        if (!admitted.ok()) return answer_after_load();
+                        if (!is_lost()) return answer(absl::OkStatus());
+                        GiveUpStep(why, [answer]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+                          answer(absl::OkStatus());
+                        });
+                      });
 }
 
 // ---------------------------------------------------------------- the lead speaks
@@ -224,6 +261,7 @@ void JobImpl::SayStanding() {
   MemberWord::Standing stands = {.generation = core_.record.generation,
                                  .committed_step = core_.record.committed_step,
                                  .has_weights = core_.first_weights.complete(),
+                                 .loads = core_.record.loads,
                                  .first_state = FirstStateHere(),
                                  .fits_any_state = core_.layout.chunks().empty()};
   if (const StepAgreement* given = machine_.undecided(); given != nullptr) {
@@ -278,7 +316,11 @@ void JobImpl::CancelAsk(uint64_t id) {
 
 void JobImpl::HearLead(uint64_t link, LeadWord word) {
   const JobCore::Section section(core_);
-  if (to_lead_.number == link) Hear(std::move(word));
+  if (to_lead_.number != link) return;
+  // A step may wait for the pins of a save, so what ends that does not wait for the step.
+  const auto* task = std::get_if<LeadWord::Task>(&word.what);
+  if (task != nullptr && saver_.TakePart(*task)) return;
+  Hear(std::move(word));
 }
 
 void JobImpl::Hear(LeadWord word) {
@@ -399,6 +441,7 @@ void JobImpl::Take(LeadWord::Answer& answer) {
   if (found == to_lead_.asks.end()) return;  // Answered on an older link, or given up.
   JobCore::Turn then = std::move(found->second.then);
   to_lead_.asks.erase(found);
+  if (!answer.refused.ok()) return std::move(then)(answer.refused);
   // Words come in their order, so this member has taken all that the answer is behind.
   const bool is_there = IsBehind({.generation = answer.generation,
                                   .committed_step = answer.committed_step,

@@ -165,11 +165,10 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
   // Without the lock, on a thread that may wait for the disk. The gate says meanwhile that the job
   // is loading.
   if (loading.has_value()) {
-    const LoadRequest request = {.path = loading->path, .weights_only = loading->weights_only};
     // From now on, before anybody can have it deleted.
-    const auto use = core_.environment.checkpoint_uses->Read(request.path);
+    const auto use = core_.environment.checkpoint_uses->Read(loading->path);
     core_.environment.disk_threads->Run(
-        [self = Self(), request, use] { self->loader_.LoadAgain(request); });
+        [self = Self(), load = *loading, use] { self->loader_.LoadAgain(load); });
   }
   return absl::OkStatus();
 }

@@ -68,6 +68,13 @@ void JobImpl::TakeFrom(int member, MemberWord::Seat& seat, std::vector<ToMember>
 // ---------------------------------------------------------------- closing
 
 Pending JobImpl::Close(std::optional<Use> unused, bool here, Done<bool> done) {
+  if (!is_alone() && !unused.has_value()) {
+    // A load may wait for other members for ever, and this would wait for it.
+    const JobCore::Section section(core_);
+    if (core_.identity.is_lead()) {
+      loader_.OtherHasNot(absl::CancelledError("the job is being closed"));
+    }
+  }
   return core_.Enter(Admission::kClose, -1,
                      [this, self = shared_from_this(), unused, here, done = std::move(done)](
                          absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
@@ -89,6 +96,8 @@ void JobImpl::CloseNow(const std::string& why, bool everywhere) {
                     for (auto& [id, ask] : std::exchange(to_lead_.asks, {})) {
                       std::move(ask.then)(core_.StatusOf(Answer::kClosed));
                     }
+                    FailSaves(core_.StatusOf(Answer::kClosed));
+                    tasks_.GiveUp(core_.StatusOf(Answer::kClosed));
                     core_.NotifyStepOver();
                     core_.Tell(absl::StrCat("closed at step ", committed_step()));
                     if (everywhere && core_.identity.is_lead() && !is_alone()) {

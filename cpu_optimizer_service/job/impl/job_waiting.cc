@@ -112,6 +112,19 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
 }
 
 std::string JobImpl::WaitsFor() const {
+  if (loader_.awaits_others()) {
+    std::vector<std::string> who;
+    for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
+      if (member == core_.identity.member || links_[member].stands.loads == core_.record.loads) {
+        continue;
+      }
+      const bool is_linked = links_[member].sink != nullptr;
+      who.push_back(is_linked ? absl::StrCat(seats_.NameOf(member), " has not loaded its part")
+                              : links_[member].no_link.Of(seats_.NameOf(member)));
+    }
+    return absl::StrJoin(who, "; ");
+  }
+  if (std::string others = tasks_.WaitsFor(); !others.empty()) return others;
   const bool waits = is_reported() || first_report_.has_value();
   if (is_alone() || !waits) return "";
   const std::string why = AwaitedByAll().why;

@@ -25,10 +25,10 @@ template <typename Each, typename Record, typename Complete, typename Ranks>
 void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks& ranks) {
   each(record.generation, record.committed_step, record.hyper_parameters, record.update_counts,
        record.trainer_state, record.history, record.resumed_uid, record.previous, record.epoch,
-       record.closed, weights_complete, record.loading, record.torn_by, record.later_changes, ranks,
-       record.decision, record.undid_update, record.undone, record.writing, record.state_writes,
-       record.ancestors, record.last_decision, record.prepared, record.reports, record.lost_part,
-       record.closing);
+       record.closed, weights_complete, record.loads, record.loading, record.torn_by,
+       record.later_changes, ranks, record.decision, record.undid_update, record.undone,
+       record.writing, record.state_writes, record.ancestors, record.last_decision, record.prepared,
+       record.reports, record.lost_part, record.closing);
 }
 
 constexpr char kRecordLabel[] = "record";

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
@@ -17,6 +18,7 @@
 #include "cpu_optimizer_service/job/step/state_trial.h"
 #include "cpu_optimizer_service/job/step/step_decision.h"
 #include "cpu_optimizer_service/job/step/step_lead.h"
+#include "cpu_optimizer_service/state/checkpoint_index.h"
 
 namespace ballast {
 
@@ -49,6 +51,7 @@ struct MemberWord {
     Generation generation;
     uint64_t committed_step = 0;
     bool has_weights = false;  // The job has begun here. Otherwise committed_step has no meaning.
+    uint64_t loads = 0;        // JobRecord::loads, once the state is loaded.
     // All of the first weights for its part are there, of this state. The lead may begin the job.
     std::optional<FirstState> first_state;
     bool fits_any_state = false;  // There are none for its part.
@@ -87,7 +90,24 @@ struct MemberWord {
     std::optional<std::string> give_up;  // Why the step after that is lost.
   };
 
-  std::variant<Seat, Standing, Report, Checked, Vote, Tried, Ask> what;
+  // What a task of the lead asks for is done, or why not. Also said on a new link, of the last one.
+  struct Done {
+    uint64_t task = 0;
+    uint8_t round = 0;  // LeadWord::Task::round().
+    absl::Status status;
+    std::vector<CheckpointIndex::File> files;  // To Write: that it has written.
+  };
+  // Its state is half loaded.
+  struct NotLoaded {
+    uint64_t loads = 0;
+    absl::Status why;
+  };
+  // The service is to end: the member asks for a save.
+  struct WantsSave {
+    uint64_t id = 0;
+  };
+
+  std::variant<Seat, Standing, Report, Checked, Vote, Tried, Ask, Done, NotLoaded, WantsSave> what;
 };
 
 // From the lead.
@@ -131,6 +151,7 @@ struct LeadWord {
   // To Ask.
   struct Answer {
     uint64_t id = 0;
+    absl::Status refused;  // No rank may attach now.
     Generation generation;
     uint64_t committed_step = 0;
     bool has_weights = false;
@@ -151,7 +172,55 @@ struct LeadWord {
     std::string why;
   };
 
-  std::variant<OfStep, Decided, Raised, Answer, Keep, Begin, OtherStates, Close> what;
+  // What the other members do for a save, or before a load, in rounds (tasks.h). A task ends with the
+  // lead's process.
+  struct Task {
+    // Pins its part of the committed state, which is of this step.
+    struct Pin {
+      uint64_t step = 0;
+      uint64_t loads = 0;  // JobRecord::loads.
+      std::string folder;  // Below --checkpoint-dir, as all names here.
+      bool asked_for = false;
+    };
+    // Looks whether it sees this directory of the folder.
+    struct Look {
+      std::string directory;
+    };
+    // Writes what it has pinned there.
+    struct Write {};
+    // Looks whether it can load its part of this checkpoint.
+    struct Check {
+      std::string name;
+      bool weights_only = false;
+      std::string sha256;  // Of its index, or of the weights.
+    };
+    // The task is over. It is not answered.
+    struct End {
+      std::string saved;  // The name of the checkpoint; empty: there is none.
+    };
+    uint64_t id = 0;
+    std::variant<Pin, Look, Write, Check, End> what = End();
+
+    uint8_t round() const { return static_cast<uint8_t>(what.index()); }
+  };
+  // The lead replaces the job's state, and each member its part, for this load.
+  struct Load {
+    uint64_t loads = 0;
+    std::string name;
+    bool weights_only = false;
+    std::string sha256;  // As in Check.
+  };
+  // To WantsSave.
+  struct Saved {
+    uint64_t id = 0;
+    absl::Status status;
+    std::string name;
+    uint64_t step = 0;
+    int64_t size_bytes = 0;
+  };
+
+  std::variant<OfStep, Decided, Raised, Answer, Keep, Begin, OtherStates, Close, Task, Load, Saved>
+      what;
 };
 
 // An end of a link. Both calls only queue: they come with the job's lock.

@@ -96,6 +96,27 @@ void Fields(Each&& each, Draft& v) {
   each(v.outcome, v.update, v.bounds);
 }
 template <typename Each>
+void Fields(Each&& each, ElementRun& v) {
+  each(v.begin, v.elements, v.count, v.stride);
+}
+template <typename Each>
+void Fields(Each&& each, ElementRuns& v) {
+  std::vector<ElementRun> runs(v.runs().begin(), v.runs().end());
+  each(runs);
+  // No tensor has those of an absurd cut.
+  if constexpr (!kWrites<Each>) {
+    if (!v.Read(runs)) v = {};
+  }
+}
+template <typename Each>
+void Fields(Each&& each, WrittenFile& v) {
+  each(v.size_bytes, v.crc32);
+}
+template <typename Each>
+void Fields(Each&& each, CheckpointIndex::File& v) {
+  each(v.plane, v.name, v.written, v.cut);
+}
+template <typename Each>
 void Fields(Each&& each, FirstState& v) {
   each(v.step, v.update_counts);
 }
@@ -109,8 +130,8 @@ void Fields(Each&& each, MemberWord::Seat& v) {
 }
 template <typename Each>
 void Fields(Each&& each, MemberWord::Standing& v) {
-  each(v.generation, v.committed_step, v.has_weights, v.first_state, v.fits_any_state, v.attempt,
-       v.by, v.settings, v.wants_discard);
+  each(v.generation, v.committed_step, v.has_weights, v.loads, v.first_state, v.fits_any_state,
+       v.attempt, v.by, v.settings, v.wants_discard);
 }
 template <typename Each>
 void Fields(Each&& each, MemberWord::Report& v) {
@@ -131,6 +152,18 @@ void Fields(Each&& each, MemberWord::Tried& v) {
 template <typename Each>
 void Fields(Each&& each, MemberWord::Ask& v) {
   each(v.id, v.generation, v.committed_step, v.has_weights, v.give_up);
+}
+template <typename Each>
+void Fields(Each&& each, MemberWord::Done& v) {
+  each(v.task, v.round, v.status, v.files);
+}
+template <typename Each>
+void Fields(Each&& each, MemberWord::NotLoaded& v) {
+  each(v.loads, v.why);
+}
+template <typename Each>
+void Fields(Each&& each, MemberWord::WantsSave& v) {
+  each(v.id);
 }
 template <typename Each>
 void Fields(Each&& each, MemberWord& v) {
@@ -182,7 +215,7 @@ void Fields(Each&& each, LeadWord::Raised& v) {
 }
 template <typename Each>
 void Fields(Each&& each, LeadWord::Answer& v) {
-  each(v.id, v.generation, v.committed_step, v.has_weights);
+  each(v.id, v.refused, v.generation, v.committed_step, v.has_weights);
 }
 template <typename Each>
 void Fields(Each&& /*each*/, LeadWord::Keep& /*v*/) {}
@@ -197,6 +230,36 @@ void Fields(Each&& each, LeadWord::OtherStates& v) {
 template <typename Each>
 void Fields(Each&& each, LeadWord::Close& v) {
   each(v.why);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Task::Pin& v) {
+  each(v.step, v.loads, v.folder, v.asked_for);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Task::Look& v) {
+  each(v.directory);
+}
+template <typename Each>
+void Fields(Each&& /*each*/, LeadWord::Task::Write& /*v*/) {}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Task::Check& v) {
+  each(v.name, v.weights_only, v.sha256);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Task::End& v) {
+  each(v.saved);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Task& v) {
+  each(v.id, v.what);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Load& v) {
+  each(v.loads, v.name, v.weights_only, v.sha256);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Saved& v) {
+  each(v.id, v.status, v.name, v.step, v.size_bytes);
 }
 template <typename Each>
 void Fields(Each&& each, LeadWord& v) {
@@ -223,6 +286,12 @@ class Fit {
       return tried->trial.Fits(spec_);
     }
     if (const auto* vote = std::get_if<MemberWord::Vote>(&word.what)) return Is(vote->vote);
+    if (const auto* done = std::get_if<MemberWord::Done>(&word.what)) {
+      // The lead writes the names into the index.
+      return std::ranges::all_of(done->files, [](const CheckpointIndex::File& file) {
+        return IsFileOf(file.plane, file.name);
+      });
+    }
     const auto* report = std::get_if<MemberWord::Report>(&word.what);
     if (report == nullptr) return true;
     const auto& found = report->report.non_finite;

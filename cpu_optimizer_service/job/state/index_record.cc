@@ -27,6 +27,7 @@ void TakeRecord(const CheckpointIndex& index, JobCore& core, ChunkStore& store, 
   core.record.committed_step = index.step;
   // Previous versions are of what was replaced, and so there is nothing to undo.
   core.record.previous.reset();
+  core.record.last_decision.reset();
   core.record.last_vote = {};
   saver.schedule.SavedAt(index.step, std::chrono::steady_clock::now());
   core.record.resumed_uid = index.uid;

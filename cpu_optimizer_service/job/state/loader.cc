@@ -128,16 +128,24 @@ Pending Loader::Load(LoadRequest request, Done<CheckpointInfo> done) {
     // Its caller may have gone while it was queued behind other loads and saves.
     if (!call->Begin()) return;
     const Clock::time_point began = Clock::now();
-    absl::StatusOr<OpenedCheckpoint> opened = [&] {
-      const auto progress =
-          core_.BeginActivity(ActivityKind::kVerifyingCheckpoint, 0, request.path);
-      const CountsIn here(*progress);
-      return OpenToLoad(request);
-    }();
-    absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
+    absl::StatusOr<OpenedCheckpoint> opened = OpenAndCheck(request);
+    absl::Status status = opened.status();
+    std::shared_ptr<MemberTasks::Task> others;
+    if (status.ok() && has_others()) {
+      JobCore::Section section(core_);
+      others = others_.tasks.Begin();
+    }
+    // What others have opened for it is not used, or is used now.
+    const auto end_others = [this, others](bool are_used) {
+      if (others == nullptr) return;
+      JobCore::Section section(core_);
+      others_.tasks.End(*others, are_used ? std::nullopt : std::optional(LeadWord::Task::End()));
+    };
+    if (others != nullptr) status = CheckOthers(*others, request, *opened);
     // To verify a large checkpoint takes long. Up to here nothing of the job has changed.
     if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
     if (!status.ok()) {
+      end_others(/*are_used=*/false);
       opened = status;  // Whoever is told may delete it.
       return std::move(*shared_done)(std::move(status));
     }
@@ -152,22 +160,26 @@ Pending Loader::Load(LoadRequest request, Done<CheckpointInfo> done) {
               ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
                 core_.RunAfter([this, keep, shared_done, checkpoint, began] {
                   core_.environment.disk_threads->Run([this, keep, shared_done, checkpoint, began] {
-                    ReplaceState(*checkpoint, began, std::move(*shared_done));
+                    ReplaceState(checkpoint, began, std::move(*shared_done));
                   });
                 });
               });
     };
     core_.Enter(
         Admission::kLoad, -1,
-        [this, start, shared_done, checkpoint, weights_only = request.weights_only](
-            absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+        [this, start, shared_done, checkpoint, weights_only = request.weights_only,
+         end_others](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+          core_.RunAfter([end_others, ok = admitted.ok()] { end_others(ok); });
           if (!admitted.ok()) {
             return core_.Reply<CheckpointInfo>(std::move(*shared_done), admitted);
           }
           // In one flip of the record with the generation. Not the folder: a newer one may come
           // there.
-          core_.record.loading =
-              KeptLoad{.path = checkpoint->directory, .weights_only = weights_only};
+          core_.record.loading = KeptLoad{.path = checkpoint->directory,
+                                          .weights_only = weights_only,
+                                          .loads = ++core_.record.loads,
+                                          .sha256 = checkpoint->checkpoint.index().sha256};
+          other_has_not_ = absl::OkStatus();
           raise_generation_(absl::StrCat("job ", core_.spec().name,
                                          " was loaded from a checkpoint; attach again"),
                             start);
@@ -195,13 +207,13 @@ absl::StatusOr<OpenedCheckpoint> Loader::OpenToLoad(const LoadRequest& request) 
     index.uid.clear();
     BALLAST_ASSIGN_OR_RETURN(Checkpoint weights,
                              Checkpoint::OpenWeights(file_system, request.path, std::move(index),
-                                                     MostIndexBytes(core_.spec())));
+                                                     MostIndexBytes(core_.spec()), has_others()));
     return OpenedCheckpoint{
         .checkpoint = std::move(weights), .directory = request.path, .passed_over = {}};
   }
   BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened,
                            OpenNewest(file_system, request.path, MostIndexBytes(core_.spec()),
-                                      core_.environment.checkpoint_uses));
+                                      core_.environment.checkpoint_uses, NeedsHere()));
   for (const std::string& damage : opened.passed_over) {
     if (!core_.environment.warn) break;
     core_.Warn(absl::StrCat("job ", core_.spec().name, " is loaded from ", opened.directory,
@@ -210,74 +222,108 @@ absl::StatusOr<OpenedCheckpoint> Loader::OpenToLoad(const LoadRequest& request) 
   return opened;
 }
 
-void Loader::ReplaceState(OpenedCheckpoint& opened, Clock::time_point began,
+void Loader::ReplaceState(std::shared_ptr<OpenedCheckpoint> opened, Clock::time_point began,
                           Done<CheckpointInfo> done) {
-  const Checkpoint& checkpoint = opened.checkpoint;
   absl::Status status;
   const std::vector<int> planes = PlanesByGroup(core_.spec());
   const auto bytes_of = [&](const Chunk& chunk) {
     return SlotBytes(chunk.elements, planes[chunk.group]);
   };
   auto progress = core_.BeginActivity(ActivityKind::kLoadingCheckpoint, memory_.need.state_bytes,
-                                      opened.directory);
+                                      opened->directory);
   for (int chunk = 0; chunk < static_cast<int>(core_.layout.chunks().size()) && status.ok();
        ++chunk) {
-    status = LoadChunk(checkpoint, chunk);
+    status = LoadChunk(opened->checkpoint, chunk);
     progress->Count(bytes_of(core_.layout.chunks()[chunk]));
   }
   progress = nullptr;  // Before its caller is told.
   JobCore::Section section(core_);
-  // It ends after the record says that it is loaded, and before its caller is told, at the end of
-  // the section.
-  const CheckpointUses::Use use = std::move(opened.use);
+  status.Update(std::exchange(other_has_not_, absl::OkStatus()));
+  replaced_ = Replaced{.opened = std::move(opened),
+                       .began = began,
+                       .done = std::move(done),
+                       .status = std::move(status)};
+  FinishIfAllHave();
+}
+
+void Loader::FinishIfAllHave() {
+  if (!replaced_.has_value()) return;
+  const bool awaits_others =
+      has_others() && core_.identity.is_lead() && replaced_->status.ok() && !others_.have_loaded();
+  if (awaits_others) return;
+  Replaced replaced = *std::exchange(replaced_, std::nullopt);
+  OpenedCheckpoint& opened = *replaced.opened;
+  const absl::Status& status = replaced.status;
   // The record still says that the checkpoint is being loaded. Where the process dies before the
   // flip below, the next one loads it again.
   core_.gate.FinishLoading(/*torn=*/!status.ok());
+  const KeptLoad load = *std::exchange(core_.record.loading, std::nullopt);
   if (!status.ok()) {
     core_.record.torn_by = opened.directory;
-    core_.record.loading.reset();
-    journal_.Keep();
     core_.Tell(absl::StrCat("not loaded from ", opened.directory, ": ", status.message()));
-    return core_.Reply<CheckpointInfo>(std::move(done), status);
+  } else {
+    core_.record.loads = load.loads;
+    TakeRecord(opened.checkpoint.index(), core_, *memory_.store, saver_);
+    // A checkpoint may be loaded in place of first weights.
+    core_.first_weights.CompleteAll();
+    core_.record.torn_by.clear();
+    origin_.Show();
+    core_.Tell(absl::StrCat("loaded step ", core_.record.committed_step, " from ", opened.directory,
+                            " in ", std::round(10 * SecondsSince(replaced.began)) / 10, " s"));
   }
-  TakeRecord(checkpoint.index(), core_, *memory_.store, saver_);
-  // A checkpoint may be loaded in place of first weights.
-  core_.first_weights.CompleteAll();
-  core_.record.torn_by.clear();
-  core_.record.loading.reset();
-  origin_.Show();
   journal_.Keep();
-  core_.Tell(absl::StrCat("loaded step ", core_.record.committed_step, " from ", opened.directory,
-                          " in ", std::round(10 * SecondsSince(began)) / 10, " s"));
-  core_.Reply<CheckpointInfo>(std::move(done), CheckpointInfo{.directory = opened.directory,
-                                                              .step = core_.record.committed_step,
-                                                              .generation = core_.record.generation,
-                                                              .passed_over = opened.passed_over});
+  if (has_others() && !core_.identity.is_lead()) others_.tell_lead(load.loads, status);
+  absl::StatusOr<CheckpointInfo> result = CheckpointInfo{.directory = opened.directory,
+                                                         .step = core_.record.committed_step,
+                                                         .generation = core_.record.generation,
+                                                         .passed_over = opened.passed_over};
+  if (!status.ok()) result = status;
+  // It may be deleted once the record says that it is loaded, and before its caller is told.
+  core_.RunAfter([done = std::move(replaced.done), use = std::move(opened.use),
+                  result = std::move(result)]() mutable {
+    use = nullptr;
+    std::move(done)(std::move(result));
+  });
 }
 
-void Loader::LoadAgain(const LoadRequest& request) {
+absl::StatusOr<OpenedCheckpoint> Loader::OpenAndCheck(const LoadRequest& request) const {
+  const auto progress = core_.BeginActivity(ActivityKind::kVerifyingCheckpoint, 0, request.path);
+  const CountsIn here(*progress);
+  BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened, OpenToLoad(request));
+  BALLAST_RETURN_IF_ERROR(CheckLoadable(opened.checkpoint));
+  return opened;
+}
+
+void Loader::LoadAgain(const KeptLoad& load) {
   const auto began = std::chrono::steady_clock::now();
-  absl::StatusOr<OpenedCheckpoint> opened = OpenToLoad(request);
-  const absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
+  absl::StatusOr<OpenedCheckpoint> opened =
+      OpenAndCheck({.path = load.path, .weights_only = load.weights_only});
+  // Each member loads the same.
+  if (opened.ok() && has_others() && opened->checkpoint.index().sha256 != load.sha256) {
+    opened = absl::FailedPreconditionError(
+        absl::StrCat(load.path, " is not the checkpoint any more that was to be loaded"));
+  }
   const auto tell = [warn = core_.environment.warn, name = core_.spec().name,
-                     path = request.path](const absl::Status& ended) {
+                     path = load.path](const absl::Status& ended) {
     if (ended.ok() || !warn) return;
     warn(
         absl::StrCat("job ", name, " is torn: loading ", path, " again failed: ", ended.message()));
   };
-  if (status.ok()) {
-    return ReplaceState(*opened, began,
+  if (opened.ok()) {
+    return ReplaceState(std::make_shared<OpenedCheckpoint>(*std::move(opened)), began,
                         [tell](absl::StatusOr<CheckpointInfo> done) { tell(done.status()); });
   }
   {
     JobCore::Section section(core_);
     // The earlier process may have replaced a part of the state already.
     core_.gate.FinishLoading(/*torn=*/true);
-    core_.record.torn_by = request.path;
+    core_.record.torn_by = load.path;
     core_.record.loading.reset();
+    other_has_not_ = absl::OkStatus();
     journal_.Keep();
+    if (has_others() && !core_.identity.is_lead()) others_.tell_lead(load.loads, opened.status());
   }
-  tell(status);
+  tell(opened.status());
 }
 
 // ---------------------------------------------------------------- undo

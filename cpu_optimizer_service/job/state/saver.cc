@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -12,6 +13,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
+#include "cpu_optimizer_service/job/state/saving.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
@@ -29,40 +31,13 @@ int64_t UnixMilliseconds() {
 
 }  // namespace
 
-struct Saver::Saving {
-  using Clock = std::chrono::steady_clock;
-
-  Saving(SaveRequest request, Done<CheckpointInfo> done)
-      : request(std::move(request)), done(std::move(done)) {}
-
-  const SaveRequest request;
-  Done<CheckpointInfo> done;
-  // Made in its turn, and then constant.
-  std::unique_ptr<CheckpointWriter> writer;
-  std::optional<Snapshot> snapshot;  // None: the job's readers hold decisions back instead.
-  CheckpointInfo info;
-  Clock::time_point began;
-  // Guarded by the job's lock, as the next: null until the disk thread begins to write.
-  std::shared_ptr<Progress> progress;
-  bool makes_memory = false;  // Second versions are being made for it.
-  // A disk thread has begun to write, or the caller had gone before.
-  bool writes = false;
-  bool cancelled = false;
-  bool told_that_next_is_due = false;
-
-  Mutex mutex;
-  CondVar part_ended;
-  int next_part ABSL_GUARDED_BY(mutex) = 0;
-  int writing ABSL_GUARDED_BY(mutex) = 0;      // Threads.
-  absl::Status status ABSL_GUARDED_BY(mutex);  // The first error of a part.
-  bool has_more() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    return status.ok() && next_part < writer->parts();
-  }
-};
-
 Pending Saver::Save(SaveRequest request, Done<CheckpointInfo> done) {
   const auto saving = std::make_shared<Saving>(std::move(request), std::move(done));
   const auto number = std::make_shared<uint64_t>(0);
+  if (absl::Status fits = CheckFolder(saving->request); !fits.ok()) {
+    std::move(saving->done)(std::move(fits));
+    return {};
+  }
   core_.Enter(
       Admission::kSnapshot, -1,
       [this, self = core_.KeepAlive(), saving, number](absl::Status admitted)
@@ -86,6 +61,18 @@ Pending Saver::Save(SaveRequest request, Done<CheckpointInfo> done) {
       });
 }
 
+// Others know the folder by its name.
+absl::Status Saver::CheckFolder(const SaveRequest& request) const {
+  const CheckpointDirectory* const checkpoints = core_.environment.checkpoints;
+  const std::string name = std::filesystem::path(request.folder).filename().string();
+  if (!has_others() || (checkpoints != nullptr && checkpoints->PathOf(name) == request.folder)) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      "job ", core_.spec().name, " has several members, which save only to a name under ",
+      "their --checkpoint-dir, not to ", request.folder));
+}
+
 absl::Status Saver::CheckMaySave(const SaveRequest& request) const {
   BALLAST_RETURN_IF_ERROR(view_.CheckThere());
   const auto same = static_cast<size_t>(
@@ -99,7 +86,7 @@ absl::Status Saver::CheckMaySave(const SaveRequest& request) const {
 }
 
 void Saver::SaveIfDue() {
-  if (core_.environment.checkpoints == nullptr || core_.spec().member_count() > 1) return;
+  if (core_.environment.checkpoints == nullptr || !core_.identity.is_lead()) return;
   const uint64_t step = core_.record.committed_step;
   const CheckpointPolicy& policy = core_.environment.checkpoints->policy();
   const SaveSchedule::Time now = Saving::Clock::now();
@@ -207,16 +194,41 @@ void Saver::Enter(const std::shared_ptr<Saving>& saving) {
   CheckpointIndex index = view_.MakeIndex(core_.record);
   index.saved_unix_ms = UnixMilliseconds();
   index.asked_for = request.asked_for;
-  saving->writer = std::make_unique<CheckpointWriter>(
-      *core_.environment.file_system, CheckpointWriter::Target{.folder = request.folder},
-      std::move(index));
+  CheckpointWriter::Target target = {.folder = request.folder};
+  if (has_others()) {
+    target.most_index_bytes = std::min(MostIndexBytes(core_.spec()), kMostForeignIndexBytes);
+    target.share = ShareOf(index);
+  }
+  saving->writer = std::make_unique<CheckpointWriter>(*core_.environment.file_system,
+                                                      std::move(target), std::move(index));
   saves_.push_back(saving);
+  if (saving->part.has_value()) return;
+  if (has_others()) {
+    // What follows it on a link, a decision above all, is heard after it.
+    saving->others = tasks_.Begin();
+    tasks_.Ask(*saving->others,
+               Task::Pin{.step = saving->info.step,
+                         .loads = core_.record.loads,
+                         .folder = std::filesystem::path(request.folder).filename().string(),
+                         .asked_for = request.asked_for});
+  }
   if (!request.background) return;
   core_.Reply<CheckpointInfo>(std::move(saving->done), saving->info);
   saving->done = [this, self = core_.KeepAlive(),
                   step = saving->info.step](const absl::StatusOr<CheckpointInfo>& saved) {
     if (!saved.ok()) WarnOfSave(step, saved.status());
   };
+}
+
+CheckpointShare Saver::ShareOf(const CheckpointIndex& index) const {
+  CheckpointShare share = {.member = core_.identity.member};
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    ElementRuns& held = share.held.emplace_back();
+    core_.layout.VisitRange(
+        core_.layout.FindParameter(parameter.name), 0, parameter.elements,
+        [&](const ChunkPiece& piece) { held.Add(piece.parameter_offset, piece.elements); });
+  }
+  return share;
 }
 
 absl::Status Saver::MakeRoom() {
@@ -256,7 +268,7 @@ void Saver::MakeRoomAndStart(const std::shared_ptr<Saving>& saving) {
   if (made.ok() && Pin(*saving).ok()) {
     core_.gate.StopReading();
   }
-  Start(saving);
+  if (!saving->part.has_value() || saving->starts_with_memory) Start(saving);
 }
 
 void Saver::Start(std::shared_ptr<Saving> saving) {
@@ -279,7 +291,8 @@ void Saver::Begin(const std::shared_ptr<Saving>& saving) {
                                            saving->writer->size_bytes(), saving->writer->folder());
   }
   const CountsIn here(*saving->progress);
-  const absl::Status begun = saving->writer->Begin();
+  // The lead has made that of a part.
+  const absl::Status begun = saving->part.has_value() ? absl::OkStatus() : MakeDirectory(*saving);
   if (!begun.ok()) return End(saving, begun);
   // Steps go on beside a snapshot, and should not notice it. What they wait for, or the end of the
   // service, gets its share of the processors.
@@ -308,7 +321,29 @@ void Saver::Begin(const std::shared_ptr<Saving>& saving) {
     }
     first_error = saving->status;
   }
+  if (first_error.ok() && saving->others != nullptr) first_error = AddOthers(*saving);
   End(saving, first_error);
+}
+
+absl::Status Saver::MakeDirectory(Saving& saving) {
+  if (saving.others == nullptr) return saving.writer->Begin();
+  BALLAST_RETURN_IF_ERROR(saving.others->Await());
+  BALLAST_RETURN_IF_ERROR(saving.writer->Begin());
+  // Before anything is written.
+  {
+    JobCore::Section section(core_);
+    tasks_.Ask(*saving.others, Task::Look{saving.writer->partial()});
+  }
+  BALLAST_RETURN_IF_ERROR(saving.others->Await());
+  JobCore::Section section(core_);
+  tasks_.Ask(*saving.others, Task::Write());
+  return absl::OkStatus();
+}
+
+absl::Status Saver::AddOthers(Saving& saving) {
+  BALLAST_RETURN_IF_ERROR(saving.others->Await());
+  saving.writer->Add(saving.others->TakeFiles());
+  return absl::OkStatus();
 }
 
 void Saver::WriteParts(const std::shared_ptr<Saving>& saving) {
@@ -342,6 +377,15 @@ void Saver::WriteParts(const std::shared_ptr<Saving>& saving) {
 }
 
 void Saver::End(const std::shared_ptr<Saving>& saving, const absl::Status& status) {
+  if (saving->part.has_value()) {
+    JobCore::Section section(core_);
+    Unpin(saving);
+    saving->progress = nullptr;
+    if (saving->cancelled) return Forget(saving);
+    MemberWord::Done done = {.round = Task{.what = Task::Write()}.round(), .status = status};
+    if (status.ok()) done.files = saving->writer->Files();
+    return SayDone(saving, std::move(done));
+  }
   absl::StatusOr<CheckpointInfo> result = saving->info;
   const absl::StatusOr<CheckpointFacts> facts = saving->writer->Finish(status);
   if (facts.ok()) {
@@ -366,6 +410,11 @@ void Saver::End(const std::shared_ptr<Saving>& saving, const absl::Status& statu
     }
     TellOf(*saving, result);
     for (const std::string& line : deleted) core_.Tell(line);
+    if (saving->others != nullptr && facts.ok()) {
+      tasks_.End(*saving->others,
+                 Task::End{std::filesystem::path(facts->directory).filename().string()});
+      saving->others = nullptr;
+    }
     Forget(saving);
   }
   std::move(saving->done)(std::move(result));
@@ -417,6 +466,12 @@ void Saver::Cancel(const std::shared_ptr<Saving>& saving) {
 
 void Saver::Forget(const std::shared_ptr<Saving>& saving) {
   std::erase(saves_, saving);
+  if (saving->others != nullptr) tasks_.End(*saving->others, Task::End());
+  Unpin(saving);
+}
+
+void Saver::Unpin(const std::shared_ptr<Saving>& saving) {
+  if (std::exchange(saving->is_unpinned, true)) return;
   if (!saving->snapshot.has_value()) {
     core_.gate.StopReading();
     return;
@@ -428,6 +483,7 @@ void Saver::Forget(const std::shared_ptr<Saving>& saving) {
 std::vector<SaveProgress> Saver::UnderWay() const {
   std::vector<SaveProgress> saves;
   for (const std::shared_ptr<Saving>& saving : saves_) {
+    if (saving->part.has_value() && saving->is_unpinned) continue;  // It is written.
     const CheckpointWriter& writer = *saving->writer;
     const std::chrono::duration<double> seconds = Saving::Clock::now() - saving->began;
     const Progress* const progress =

@@ -26,7 +26,8 @@ struct StateOverflow {
 class StateTrial {
  public:
   StateTrial() = default;
-  explicit StateTrial(int groups) : largest_(groups, {.master = 0, .exp_avg = 0, .exp_avg_sq = 0}) {}
+  explicit StateTrial(int groups)
+      : largest_(groups, {.master = 0, .exp_avg = 0, .exp_avg_sq = 0}) {}
 
   // The largest magnitudes of some of a group's state.
   void Add(int group, const StateBounds& largest);
@@ -45,8 +46,8 @@ class StateTrial {
   friend void Fields(Each&& each, StateTrial& v) {
     each(v.largest_, v.first_);
   }
-  std::vector<StateBounds> largest_;     // By group.
-  std::optional<StateOverflow> first_;   // By (group, parameter, element).
+  std::vector<StateBounds> largest_;    // By group.
+  std::optional<StateOverflow> first_;  // By (group, parameter, element).
 };
 
 }  // namespace ballast

@@ -1,5 +1,6 @@
 """What the ranks of torch_members_test.py do besides what those of other tests do."""
 
+import copy
 import os
 import socket
 import tempfile
@@ -19,6 +20,29 @@ def trains_and_closes(rank, world_size, services, job, timeout=60.0, closes=None
         optimizer.close(**closes or {})
 
     return [*error_of(work)[:2], optimizer.param_groups[0]["job_step"]]
+
+
+def goes_back_and_elsewhere(rank, world_size, service, job, elsewhere):
+    """To a state that the service saved, and then to other services. Returns the weights on the way."""
+    model, seen = model_of(), []
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    train(ddp(model), optimizer, rank, 2)
+    state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    train(ddp(model), optimizer, rank, 2)
+    optimizer.close()
+    model.load_state_dict(weights)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    optimizer.load_state_dict(state)
+    train(ddp(model), optimizer, rank, 1)
+    seen.append([optimizer.param_groups[0]["job_step"], [p.flatten().tolist() for p in model.parameters()]])
+    optimizer.close(save=True)
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=elsewhere, job=job)
+    seen.append(optimizer.attach(resume=True))
+    train(ddp(model), optimizer, rank, 1)
+    seen.append([p.flatten().tolist() for p in model.parameters()])
+    optimizer.close(job=True)
+    return seen
 
 
 def on_nodes(rank, world_size, services, job, sockets=None, temporary=None, apart=False, **options):

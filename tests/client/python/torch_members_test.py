@@ -19,7 +19,7 @@ import ballast
 import processes
 from ballast import _files
 from ballast.session import Job
-from ballast.torch import nodes
+from ballast.torch import from_checkpoint, nodes
 from ballast.torch.nodes import Node, homes_of, host_towards, is_loopback, joined
 from package_test import Rank
 
@@ -106,6 +106,24 @@ class MembersTest(RanksTest):
         # A member that is asked alone finds the others.
         numpy.testing.assert_array_equal(ballast.connect(pool[1]).state("state", names[0]),
                                          alone.state("state", names[0]))
+
+    def test_a_job_goes_back_and_to_other_services(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+
+        def saving(count, name):
+            return [each.address for each in self.pool(count, f"--checkpoint-dir={folder.name}/{name}")]
+
+        seen = [run_ranks(self.MODULE, 2, [("goes_back_and_elsewhere", {
+            "service": saving(here, name), "job": "back", "elsewhere": saving(there, name)})])
+            for name, here, there in (("alone", 1, 1), ("together", 2, 2), ("to one", 2, 1))]
+        self.assertEqual([seen[0][0][0][0][0], seen[0][0][0][1]], [3, 3])
+        for others in seen[1:]:
+            self.assertEqual(others, seen[0])
+        (alone, _), (together, _) = (from_checkpoint(f"{folder.name}/{name}/back") for name in ("alone", "together"))
+        self.assertEqual(sorted(alone), sorted(together))
+        for name, weights in alone.items():
+            numpy.testing.assert_array_equal(together[name], weights)
 
     # ------------------------------------------------------------ what cannot be
 

@@ -109,8 +109,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2212u);
-  EXPECT_EQ(HashOf(bytes), "b6c2899a56d5dc4ef9cdbddf3e5f9e9e10070a7fce905c4a241b5d8a822df9aa");
+  EXPECT_EQ(bytes.size(), 2236u);
+  EXPECT_EQ(HashOf(bytes), "c4a9de081eba50cce1ff2297db8c0dd029a2283b4000b0e42b0bcd4fec40e75f");
 }
 
 }  // namespace

@@ -102,12 +102,13 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
     with a damaged index, or a renamed one, is skipped with a warning."""
     folder = _newest_of(pathlib.Path(checkpoint))
     index = _read_index(folder)
-    planes: dict[str, dict[str, torch.Tensor]] = {}
+    files: dict[str, list[tuple[dict[str, Any], dict[str, torch.Tensor]]]] = {}
     for file in index["files"]:
         path = folder / file["name"]
         if not path.is_file() or _crc32(path) != file["crc32"]:
             raise FailedPreconditionError(f"{path} does not match the checksum in index.json; use another checkpoint")
-        planes.setdefault(file["plane"], {}).update(_read_safetensors(path))
+        files.setdefault(file["plane"], []).append((file, _read_safetensors(path)))
+    planes = {plane: _read_plane_files(index, of_plane) for plane, of_plane in files.items()}
     if optimizer is None:
         return planes["master"], None
     state = torch.optim.Optimizer.state_dict(optimizer)
@@ -276,6 +277,32 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
     if _VERSION.fullmatch(folder.name) and not f"{folder.name}.".startswith(f"{name}."):
         raise FailedPreconditionError(f"{folder} was renamed: its index calls it {name}; rename it back")
     return index
+
+
+def _read_plane_files(index: dict[str, Any], files: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]) \
+        -> dict[str, torch.Tensor]:
+    """A plane from its files. Where several services have written them, "cut" says which elements of a tensor a file has:
+    runs of [begin, elements, count, stride], count pieces of so many elements, each one stride behind the one before."""
+    shapes = {parameter["name"]: parameter["shape"] for parameter in index["parameters"]}
+    plane, left = {}, {}
+    for file, tensors in files:
+        for name, values in tensors.items():
+            if name not in file.get("cut", {}):
+                plane[name] = values
+                continue
+            whole, at = plane.setdefault(name, values.new_full(shapes[name], math.nan)), 0
+            for begin, elements, count, stride in file["cut"][name]:
+                pieces = values[at:at + elements * count].view(count, elements)
+                whole.as_strided((count, elements), (stride or elements, 1), begin).copy_(pieces)
+                at += elements * count
+            left[name] = left.get(name, whole.numel()) - at
+    for name, elements in left.items():
+        if elements != 0:
+            raise FailedPreconditionError(f"the files do not have {name} as index.json describes it; use another checkpoint")
+    for name, shape in shapes.items():
+        if 0 in shape:  # No file has it, where several services have written.
+            plane.setdefault(name, torch.zeros(shape, dtype=torch.float32))
+    return plane
 
 
 def _write_safetensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -110,11 +110,16 @@ class Wires {
 
 class Cluster {
  public:
+  // What a member has more than others do.
+  using Equip = std::function<void(int member, EngineOptions& options)>;
   // `homes`: by rank, the member. With `deaths` one member, the `victim`, may die.
   Cluster(JobSpec spec, const std::vector<int>& homes, uint32_t seed = 1,
           histories::Deaths* deaths = nullptr, int victim = -1,
-          int64_t limit_bytes = int64_t{256} << 20)
-      : wires_(std::make_unique<Wires>(seed)), deaths_(deaths), victim_(victim) {
+          int64_t limit_bytes = int64_t{256} << 20, Equip equip = nullptr)
+      : wires_(std::make_unique<Wires>(seed)),
+        deaths_(deaths),
+        victim_(victim),
+        equip_(std::move(equip)) {
     const int count = 1 + *std::max_element(homes.begin(), homes.end());
     for (int m = 0; m < count; ++m) spec.members.push_back({"host" + std::to_string(m)});
     spec.homes = homes;
@@ -142,8 +147,9 @@ class Cluster {
   // With the job, its weights, and all ranks.
   static std::unique_ptr<Cluster> Begun(JobSpec spec, const std::vector<int>& homes,
                                         uint32_t seed = 1, histories::Deaths* deaths = nullptr,
-                                        int victim = -1) {
-    auto cluster = std::make_unique<Cluster>(std::move(spec), homes, seed, deaths, victim);
+                                        int victim = -1, Equip equip = nullptr) {
+    auto cluster = std::make_unique<Cluster>(std::move(spec), homes, seed, deaths, victim,
+                                             int64_t{256} << 20, std::move(equip));
     EXPECT_EQ(cluster->Create(), absl::OkStatus());
     for (const auto& driver : cluster->drivers_) driver->UploadWeights();
     cluster->AwaitWords();
@@ -304,11 +310,12 @@ class Cluster {
   histories::DeathFlag FlagOf(int m) const { return m == victim_ ? deaths_->flag() : nullptr; }
   std::unique_ptr<Engine> Start(int m, int64_t limit_bytes, bool dials = true) {
     if (m == victim_) memory_ = std::make_unique<NamedMemory>(deaths_->keeper());
-    auto engine = std::make_unique<Engine>(
-        EngineOptions{.memory_limit_bytes = limit_bytes,
-                      .threads = 2,
-                      .named_memory = m == victim_ ? memory_.get() : nullptr,
-                      .member_timeout_seconds = 0.5});
+    EngineOptions options = {.memory_limit_bytes = limit_bytes,
+                             .threads = 2,
+                             .named_memory = m == victim_ ? memory_.get() : nullptr,
+                             .member_timeout_seconds = 0.5};
+    if (equip_ != nullptr) equip_(m, options);
+    auto engine = std::make_unique<Engine>(options);
     dialers_.resize(members());
     if (dialers_[m] == nullptr) dialers_[m] = std::make_unique<Dialer>(*this);
     if (dials) engine->UseDialer(dialers_[m].get());
@@ -397,6 +404,7 @@ class Cluster {
   std::unique_ptr<Wires> wires_;
   histories::Deaths* const deaths_;
   const int victim_;
+  const Equip equip_;
   std::unique_ptr<NamedMemory> memory_;  // The victim's.
   std::vector<std::unique_ptr<Dialer>> dialers_;
   std::vector<std::unique_ptr<Engine>> engines_;

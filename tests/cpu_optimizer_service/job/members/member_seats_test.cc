@@ -340,9 +340,9 @@ TEST(MemberSeats, AreClosedAlsoIfNobodyWaitsForThat) {
   cluster.Unlink(0);
   cluster.Forget();
   absl::Status told;
-  Pending closing = cluster.engine(1).CloseJob(
-      cluster.engine(1).FindJob(Spec().name).value(),
-      [&](const absl::StatusOr<bool>& done) { told = done.status(); });
+  Pending closing =
+      cluster.engine(1).CloseJob(cluster.engine(1).FindJob(Spec().name).value(),
+                                 [&](const absl::StatusOr<bool>& done) { told = done.status(); });
   closing.Cancel();
   EXPECT_TRUE(absl::IsCancelled(told)) << told;
   cluster.Cut(0);
