@@ -92,9 +92,8 @@ void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_direc
       job.Save({.folder = folder, .asked_for = false}, std::move(done));
     });
   }
-  // They may have ended right after it.
-  if (auto by_others = SavedByOthers(job, folder); !saved.ok() && by_others.ok()) {
-    saved = *std::move(by_others);
+  if (!saved.ok()) {  // They may have ended right after theirs.
+    if (auto by_others = SavedByOthers(job, folder); by_others.ok()) saved = *std::move(by_others);
   }
   if (saved.ok()) {
     report.saved.push_back(absl::StrCat(at_step(saved->step), ": ", FormatBytes(saved->size_bytes),

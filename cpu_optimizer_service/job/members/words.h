@@ -202,6 +202,10 @@ struct LeadWord {
     std::variant<Pin, Look, Write, Check, End> what = End();
 
     uint8_t round() const { return static_cast<uint8_t>(what.index()); }
+    template <typename What>
+    static uint8_t RoundOf() {
+      return Task{.id = 0, .what = What()}.round();
+    }
   };
   // The lead replaces the job's state, and each member its part, for this load.
   struct Load {

@@ -56,7 +56,7 @@ void Loader::OtherHasNot(const absl::Status& why) {
 
 void Loader::SayChecked(uint64_t task, const absl::Status& status) {
   others_.say({MemberWord::Done{.task = task,
-                                .round = LeadWord::Task{.what = LeadWord::Task::Check()}.round(),
+                                .round = LeadWord::Task::RoundOf<LeadWord::Task::Check>(),
                                 .status = status,
                                 .files = {}}});
 }

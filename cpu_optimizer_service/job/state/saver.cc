@@ -382,7 +382,7 @@ void Saver::End(const std::shared_ptr<Saving>& saving, const absl::Status& statu
     Unpin(saving);
     saving->progress = nullptr;
     if (saving->cancelled) return Forget(saving);
-    MemberWord::Done done = {.round = Task{.what = Task::Write()}.round(), .status = status};
+    MemberWord::Done done = {.round = Task::RoundOf<Task::Write>(), .status = status};
     if (status.ok()) done.files = saving->writer->Files();
     return SayDone(saving, std::move(done));
   }

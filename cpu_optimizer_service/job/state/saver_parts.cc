@@ -35,7 +35,7 @@ bool Saver::TakePart(const Task& task) {
   }
   const auto* look = std::get_if<Task::Look>(&task.what);
   const bool has_looked =
-      part->last_done.round == Task{.what = Task::Look()}.round() && part->last_done.status.ok();
+      part->last_done.round == Task::RoundOf<Task::Look>() && part->last_done.status.ok();
   if (look == nullptr && !has_looked) return true;  // No lead asks for that.
   part->at_work = true;
   if (look != nullptr) {
@@ -50,7 +50,7 @@ bool Saver::TakePart(const Task& task) {
 
 void Saver::BeginPart(uint64_t id, const Task::Pin& pin) {
   say_({MemberWord::Done{
-      .task = id, .round = Task{.what = pin}.round(), .status = PinPart(id, pin), .files = {}}});
+      .task = id, .round = Task::RoundOf<Task::Pin>(), .status = PinPart(id, pin), .files = {}}});
 }
 
 absl::Status Saver::PinPart(uint64_t id, const Task::Pin& pin) {
@@ -71,7 +71,7 @@ absl::Status Saver::PinPart(uint64_t id, const Task::Pin& pin) {
                   .asked_for = pin.asked_for},
       nullptr);
   part->part = id;
-  part->last_done = {.task = id, .round = Task{.what = pin}.round(), .status = {}, .files = {}};
+  part->last_done = {.task = id, .round = Task::RoundOf<Task::Pin>(), .status = {}, .files = {}};
   if (memory_.store->HasRoom(room_.get())) {
     if (const absl::Status pinned = Pin(*part);
         !pinned.ok() && !absl::IsResourceExhausted(pinned)) {
@@ -105,7 +105,7 @@ void Saver::LookFor(const std::shared_ptr<Saving>& part, const std::string& dire
     core_.environment.disk_threads->Run([this, self, part, directory] {
       const absl::Status sees = part->writer->Join(directory);
       JobCore::Section section(core_);
-      SayDone(part, {.round = Task{.what = Task::Look()}.round(), .status = sees, .files = {}});
+      SayDone(part, {.round = Task::RoundOf<Task::Look>(), .status = sees, .files = {}});
     });
   });
 }

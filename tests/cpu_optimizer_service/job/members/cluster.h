@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
@@ -248,6 +249,25 @@ class Cluster {
     Give(seed, micro_steps, settings);
     Seal(micro_steps, vote);
     return AwaitCommit(step);
+  }
+
+  // For a failure: where each member stands.
+  std::string Describe() {
+    std::string text;
+    for (int m = 0; m < members(); ++m) {
+      const JobStatus status = job(m).Status();
+      absl::StrAppend(&text, "member ", m, m == lead() ? ", the lead," : "", " at step ",
+                      status.committed_step, " of ", ToString(status.generation), ", phase ",
+                      static_cast<int>(status.phase), ";");
+      for (const int rank : job(m).layout().ranks()) {
+        const RankProgress& at = status.ranks[rank];
+        absl::StrAppend(&text, " rank ", rank, " attempt ", at.attempt, at.begun ? " begun" : "",
+                        " ended ", at.micro_steps_ended, at.sealed ? " sealed" : "",
+                        at.voted ? " voted" : "");
+      }
+      absl::StrAppend(&text, "\n");
+    }
+    return text;
   }
 
   void ExpectStateOf(Job& whole) {

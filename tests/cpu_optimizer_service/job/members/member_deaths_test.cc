@@ -41,7 +41,7 @@ class MemberDeaths : public testing::Test {
     std::vector<bool> voted(kRanks, !looks);
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
     for (;;) {
-      ASSERT_LT(std::chrono::steady_clock::now(), limit) << Describe(cluster);
+      ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster.Describe();
       if (deaths.Hide()) {
         ++deaths_;
         cluster.TakeOver();
@@ -69,23 +69,6 @@ class MemberDeaths : public testing::Test {
       }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
-  }
-  static std::string Describe(Cluster& cluster) {
-    std::string text;
-    for (int m = 0; m < cluster.members(); ++m) {
-      const JobStatus status = cluster.job(m).Status();
-      absl::StrAppend(&text, "member ", m, m == cluster.lead() ? ", the lead," : "", " at step ",
-                      status.committed_step, " of ", ToString(status.generation), ", phase ",
-                      static_cast<int>(status.phase), ";");
-      for (const int rank : cluster.job(m).layout().ranks()) {
-        const RankProgress& at = status.ranks[rank];
-        absl::StrAppend(&text, " rank ", rank, " attempt ", at.attempt, at.begun ? " begun" : "",
-                        " ended ", at.micro_steps_ended, at.sealed ? " sealed" : "",
-                        at.voted ? " voted" : "");
-      }
-      absl::StrAppend(&text, "\n");
-    }
-    return text;
   }
   // Whether its seal was taken.
   static bool Give(JobDriver& home, int rank, uint64_t step, bool looks) {

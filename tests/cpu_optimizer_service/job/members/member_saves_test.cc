@@ -135,15 +135,12 @@ void AttachAgain(Cluster& cluster) {
   cluster.ForAll([](JobDriver& each) { each.AttachAll(); });
 }
 
-std::string Describe(Cluster& cluster) {
-  std::string text;
-  for (int m = 0; m < cluster.members(); ++m) {
-    const JobStatus status = cluster.job(m).Status();
-    absl::StrAppend(&text, "member ", m, " at step ", status.committed_step, " of ",
-                    ToString(status.generation), ", phase ", static_cast<int>(status.phase), " ",
-                    status.problem, "\n");
+// Of members 1 and 2, at any instants.
+void CutLinks(Cluster& cluster, std::mt19937& random) {
+  for (int cut = 0; cut < 3; ++cut) {
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 1500));
+    cluster.Cut(1 + static_cast<int>(random() % 2));
   }
-  return text;
 }
 
 const std::vector<std::vector<int>>& Homes() {
@@ -322,10 +319,7 @@ TEST(MemberSaves, OutliveLinksThatAreCut) {
     (void)cluster->job(0).Save({.folder = Folder(spec)}, [&](absl::StatusOr<CheckpointInfo> info) {
       saved.set_value(std::move(info));
     });
-    for (int cut = 0; cut < 3; ++cut) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % 1500));
-      cluster->Cut(1 + static_cast<int>(random() % 2));
-    }
+    CutLinks(*cluster, random);
     cluster->Step(2, 20);
     const auto first = saved.get_future().get();
     if (first.ok()) {
@@ -372,10 +366,7 @@ TEST(MemberSaves, AreLoadedOverLinksThatAreCut) {
     (void)cluster->job(0).Load({.path = saved}, [&](absl::StatusOr<CheckpointInfo> info) {
       loaded.set_value(std::move(info));
     });
-    for (int cut = 0; cut < 3; ++cut) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % 1500));
-      cluster->Cut(1 + static_cast<int>(random() % 2));
-    }
+    CutLinks(*cluster, random);
     ASSERT_EQ(loaded.get_future().get().status(), absl::OkStatus());
     cluster->AwaitWords();
     cluster->ExpectStateOf(one.job());
@@ -416,7 +407,7 @@ TEST(MemberSaves, AreLoadedWhoeverDies) {
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     auto asked = std::make_shared<std::atomic<bool>>(false);
     for (;;) {
-      ASSERT_LT(std::chrono::steady_clock::now(), limit) << Describe(*cluster);
+      ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster->Describe();
       if (deaths.Hide()) {
         ++deaths_seen;
         cluster->TakeOver();
