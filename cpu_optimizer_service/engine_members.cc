@@ -16,8 +16,6 @@ namespace {
 absl::Status CheckMayHaveMembers(const JobSpec& spec, const Derivation& derivation) {
   const char* what = nullptr;
   if (!derivation.is_from_nothing()) what = "be derived from another one";
-  if (spec.on_abort == OnAbort::kSkip) what = "skip steps that are lost (on_abort)";
-  if (spec.keep_previous) what = "undo steps (keep_previous)";
   if (what == nullptr) return absl::OkStatus();
   return absl::UnimplementedError(absl::StrCat("job ", spec.name,
                                                " has several members and cannot ", what,

@@ -160,7 +160,7 @@ void Fields(Each&& each, StepWord& v) {
 }
 template <typename Each>
 void Fields(Each&& each, UndoneStep& v) {
-  each(v.step, v.generation);
+  each(v.step, v.generation, v.loads);
 }
 
 }  // namespace ballast

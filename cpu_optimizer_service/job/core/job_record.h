@@ -165,6 +165,7 @@ struct KeptWrite {
 struct UndoneStep {
   uint64_t step = 0;      // 0: none was.
   Generation generation;  // In which it was undone.
+  uint64_t loads = 0;     // JobRecord::loads with it.
 };
 
 struct JobRecord {
@@ -181,7 +182,8 @@ struct JobRecord {
   uint64_t epoch = 1;                     // Of the current or next step.
   bool closed = false;
   std::string closing;  // Why the job is closed at all members, which is not done yet; empty: no.
-  // Loads begun so far. At a member that does not lead: that of the lead which it has ended last.
+  // Loads begun, and undos, so far. At a member that does not lead: that of the lead which it has
+  // ended last.
   uint64_t loads = 0;
   std::optional<KeptLoad> loading;
   std::string torn_by;  // The load that did not end; empty: the state is complete.

@@ -135,7 +135,7 @@ void JobImpl::Decide(Draft draft) {
   for (const Link& link : links_) decision.reports.push_back(link.report);
   if (draft.outcome.decision.apply) core_.bounds = draft.bounds;
   KeepDecision(std::move(decision), std::move(draft));
-  for (int member = 0; member < static_cast<int>(links_.size()); ++member) TellDecision(member);
+  TellAllDecision();
 }
 
 void JobImpl::Decide(LeadWord::Decided decided) {

@@ -42,16 +42,13 @@ void JobImpl::RaiseTo(const Generation& generation, std::string why,
   // The flip comes before anything is cleared: after a death in between, a later process finds the
   // step gone, and its ranks at an older generation.
   ++core_.record.epoch;
-  core_.record.prepared.reset();
-  core_.record.lost_part.clear();
+  ForgetPart();
   journal_.Keep();
   lead_.Begin(core_.record.committed_step + 1);
-  first_report_.reset();
-  told_norm_.reset();
   for (const int member : followers) links_[member].sink->Send({LeadWord::Raised{generation, why}});
-  to_lead_.report.reset();
-  to_lead_.wants_discard.reset();
-  next_ = {};
+  for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
+    if (links_[member].has_stood) TellUndo(member);
+  }
   machine_.Drop();  // Nothing new can be added from here on.
   executor_.CancelAll();
   core_.gate.StartClearing();
@@ -73,14 +70,25 @@ void JobImpl::RaiseTo(const Generation& generation, std::string why,
 }
 
 bool JobImpl::MaySkipStep() const {
-  return is_alone() && spec().on_abort == OnAbort::kSkip && machine_.CanBeSkipped();
+  if (spec().on_abort != OnAbort::kSkip || !core_.identity.is_lead() || !machine_.CanBeSkipped()) {
+    return false;
+  }
+  for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
+    if (member == core_.identity.member) continue;
+    const MemberWord::Standing& stands = links_[member].stands;
+    if (!IsInStep(member) || stands.attempt != machine_.agreement()->attempt() ||
+        !stands.all_have_begun) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
   const bool skips = MaySkipStep();
   core_.Tell(absl::StrCat(
       why, skips ? "; the step is skipped" : "; every rank attaches again, in a new generation"));
-  if (skips) return SkipStep(why, std::move(then));
+  if (skips) return SkipStep(SkipOf(why), std::move(then));
   RaiseGeneration(absl::StrCat(why, "; the generation is now ",
                                ToString(core_.record.generation.Next()), "; attach again"),
                   std::move(then));
@@ -98,6 +106,7 @@ KeptDecision JobImpl::SkipOf(absl::string_view why) const {
       .hyper_parameters = terms.hyper_parameters,
       .values_after = ValuesAfter(terms.settings, {}),
   };
+  skip.reports.assign(links_.size(), 0);  // It is made from none.
   for (int rank = 0; rank < core_.layout.world_size(); ++rank) {
     skip.micro_steps = std::max(skip.micro_steps, machine_.part().rank(rank).micro_steps_ended);
   }
@@ -106,8 +115,7 @@ KeptDecision JobImpl::SkipOf(absl::string_view why) const {
 
 // The step's number is used up, so what is still on its way can meet no other attempt, and streams
 // go on in the same generation.
-void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
-  KeptDecision skip = SkipOf(why);
+void JobImpl::SkipStep(KeptDecision skip, absl::AnyInvocable<void() &&> then) {
   // From here on what comes for the step is dropped. Nothing is stored before it is cleared: should
   // the process die before, the next one goes on with the step, and nobody has been told of its
   // end.
@@ -120,10 +128,11 @@ void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> the
       [this, self = shared_from_this(), skip = std::move(skip), then = std::move(then)](
           absl::Status /*cleared*/) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
         StepOutcome outcome = skip.outcome;
-        // An operator may have changed them since.
-        skip.values_after = ValuesAfter(skip.terms.settings, {});
+        // An operator may have changed them since. The lead's count for all members.
+        if (core_.identity.is_lead()) skip.values_after = ValuesAfter(skip.terms.settings, {});
         ClearStep();
         core_.trace.Mark(TraceEventKind::kCommitted, outcome.step);
+        ForgetPart();
         RecordStep(std::move(skip), /*times=*/{});
         // After the record's flip. A process that takes over in between does it
         // (TakeOverState).
@@ -138,8 +147,26 @@ void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> the
         });
         members_.table.FreeLeft();
         core_.NotifyStepOver();
+        if (core_.identity.is_lead()) TellAllDecision();
         std::move(then)();
       });
+}
+
+void JobImpl::ForgetPart() {
+  core_.record.prepared.reset();
+  core_.record.lost_part.clear();
+  first_report_.reset();
+  told_norm_.reset();
+  to_lead_.report.reset();
+  to_lead_.wants_discard.reset();
+  to_lead_.waits.clear();
+  next_ = {};
+}
+
+bool JobImpl::WasLost(uint64_t step) const {
+  const auto& steps = core_.record.history.recent_steps;
+  return !steps.empty() && steps.back().outcome.step == step &&
+         steps.back().outcome.skip_cause == SkipCause::kNotKept;
 }
 
 void JobImpl::FinishClearing() {

@@ -67,9 +67,13 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       origin_(core_, memory_, members_, journal_, saver_),
       loader_(
           core_, memory_, journal_, view_, saver_, origin_,
-          [this](std::string why, absl::AnyInvocable<void() &&> then) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
-              job_lock) { RaiseGeneration(std::move(why), std::move(then)); },
+          [this](const Generation& to, std::string why, absl::AnyInvocable<void() &&> then)
+              ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+                RaiseTo(to, std::move(why), std::move(then));
+              },
           {.tasks = tasks_,
+           .have_begun = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                             job_lock) { return LeadOfStep().has_begun(); },
            .have_loaded =
                [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return OthersHaveLoaded(); },
            .tell_lead = [this](uint64_t loads, const absl::Status& status)
@@ -234,7 +238,7 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
               why, [this, self, step, before = core_.record.generation, done = std::move(done)](
                        absl::Status answered) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
                 // The lead had decided it.
-                if (answered.ok() && core_.record.generation == before) {
+                if (answered.ok() && core_.record.generation == before && !WasLost(step)) {
                   answered = core_.StatusOf(Answer::kDecided);
                 }
                 core_.Reply<uint64_t>(std::move(done), answered.ok()

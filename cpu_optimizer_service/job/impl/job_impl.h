@@ -125,9 +125,7 @@ class JobImpl : public Job {
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
   Pending AbortStep(Done<uint64_t> done) override;
-  Pending UndoStep(UndoRequest request, Done<uint64_t> done) override {
-    return loader_.Undo(request, std::move(done));
-  }
+  Pending UndoStep(UndoRequest request, Done<uint64_t> done) override;
   absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
@@ -270,6 +268,8 @@ class JobImpl : public Job {
   struct AttachWaits {
     uint64_t turn = 0;  // In the gate.
     uint64_t ask = 0;   // For the lead's answer.
+    // The step that the lead was asked to give up; 0: none.
+    uint64_t given_up = 0;
   };
   void AttachInTurn(AttachRequest request, std::shared_ptr<AttachWaits> waits,
                     Done<Attachment> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -301,8 +301,12 @@ class JobImpl : public Job {
   void GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   bool MaySkipStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then)
+  void SkipStep(KeptDecision skip, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // What is known of the part, when the step is given up. Before the record's flip.
+  void ForgetPart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Whether this is the last step, and was skipped because it was lost.
+  bool WasLost(uint64_t step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The decision of SkipStep.
   KeptDecision SkipOf(absl::string_view why) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void FinishClearing() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -444,6 +448,11 @@ class JobImpl : public Job {
   // In a section, as TellAll.
   void TellAllNow(const LeadWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void TellDecision(int member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TellAllDecision() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Of the last generation.
+  std::string WhyRaised() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // True: the member has not heard of the last undo.
+  bool TellUndo(int member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Say(MemberWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The lead says it to itself, as the next two.
   void SayStanding() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -460,6 +469,7 @@ class JobImpl : public Job {
   void Take(LeadWord::OfStep& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Decided& decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Raised& raised) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Take(LeadWord::Undo& undo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Answer& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::Begin& begin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Take(LeadWord::OtherStates& other) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -98,11 +98,7 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
   const uint64_t decided = DecidedStep();
   const auto& loading = core_.record.loading;
   const auto tell_generation = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
-    link.sink->Send({LeadWord::Raised{
-        core_.record.generation,
-        raised_because_.empty() ? absl::StrCat("the generation of job ", spec().name, " is now ",
-                                               ToString(core_.record.generation), "; attach again")
-                                : raised_because_}});
+    link.sink->Send({LeadWord::Raised{core_.record.generation, WhyRaised()}});
   };
   if (loading.has_value() || core_.gate.state().torn) {
     // Its step does not count: a load replaces it.
@@ -118,6 +114,7 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
                         .weights_only = loading->weights_only,
                         .sha256 = loading->sha256}});
   }
+  if (TellUndo(member)) return;
   if (stands.generation > core_.record.generation || stands.loads != core_.record.loads ||
       (stands.has_weights && !has_weights) ||
       (stands.has_weights && stands.committed_step > decided)) {
@@ -140,6 +137,12 @@ void JobImpl::TakeFrom(int member, MemberWord::Standing& stands, std::vector<ToM
   const uint32_t next = stands.attempt + 1;
   lead.Stand(member, next, *stands.wants_discard, std::nullopt, told);
   told.push_back({member, ToMember::Live{.attempt = next, .by = *stands.wants_discard}});
+}
+
+std::string JobImpl::WhyRaised() const {
+  if (!raised_because_.empty()) return raised_because_;
+  return absl::StrCat("the generation of job ", spec().name, " is now ",
+                      ToString(core_.record.generation), "; attach again");
 }
 
 bool JobImpl::IsBehind(const MemberWord::Standing& stands) const {
@@ -251,6 +254,24 @@ void JobImpl::TellDecision(int member) {
   }
 }
 
+void JobImpl::TellAllDecision() {
+  for (int member = 0; member < static_cast<int>(links_.size()); ++member) TellDecision(member);
+}
+
+bool JobImpl::TellUndo(int member) {
+  const Link& link = links_[member];
+  const UndoneStep& undone = core_.record.undone;
+  // All had the load before: without it they could not have reported the step.
+  const bool is_before = undone.loads != 0 && undone.loads == core_.record.loads &&
+                         link.stands.loads + 1 == undone.loads;
+  if (link.sink == nullptr || !is_before) return false;
+  link.sink->Send({LeadWord::Undo{.step = undone.step,
+                                  .loads = undone.loads,
+                                  .generation = core_.record.generation,
+                                  .why = WhyRaised()}});
+  return true;
+}
+
 // ---------------------------------------------------------------- a member speaks
 
 void JobImpl::Say(MemberWord word) {
@@ -267,6 +288,7 @@ void JobImpl::SayStanding() {
   if (const StepAgreement* given = machine_.undecided(); given != nullptr) {
     stands.attempt = given->attempt();
     stands.by = given->live_since();
+    stands.all_have_begun = given->all_have_begun();
     if (!given->lacks_terms()) stands.settings = given->terms().settings;
     if (is_reported()) stands.wants_discard = to_lead_.wants_discard;
   }
@@ -422,6 +444,10 @@ void JobImpl::TakeOfStep(uint64_t /*step*/, LeadWord::OfStep::Try& tried) {
 
 void JobImpl::Take(LeadWord::Decided& decided) {
   if (decided.decision.terms.step != core_.record.committed_step + 1) return;
+  if (decided.decision.outcome.skip_cause == SkipCause::kNotKept) {
+    return SkipStep(std::move(decided.decision),
+                    [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { SayStanding(); });
+  }
   const auto& prepared = core_.record.prepared;
   if (!is_reported() || !prepared.has_value() || prepared->number != decided.report) {
     return core_.Tell(absl::StrCat(
@@ -434,6 +460,14 @@ void JobImpl::Take(LeadWord::Decided& decided) {
 void JobImpl::Take(LeadWord::Raised& raised) {
   if (raised.generation <= core_.record.generation) return;
   RaiseTo(raised.generation, std::move(raised.why), [] {});
+}
+
+void JobImpl::Take(LeadWord::Undo& undo) {
+  if (undo.loads <= core_.record.loads) return SayStanding();
+  if (!loader_.UndoPart(undo)) {
+    core_.Tell(absl::StrCat("the lead has undone step ", undo.step,
+                            ", which is not this member's last one; close the job at all members"));
+  }
 }
 
 void JobImpl::Take(LeadWord::Answer& answer) {

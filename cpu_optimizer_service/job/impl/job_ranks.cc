@@ -141,6 +141,19 @@ void JobImpl::AttachNow(const AttachRequest& request, std::shared_ptr<AttachWait
     journal_.Keep();
     return detached;
   };
+  const auto replace_stream = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    members_.EndStream(request.rank, taken ? reason::kRankReplaced : reason::kStreamReplaced,
+                       absl::StrCat("another process or session has taken rank ", request.rank,
+                                    " of job ", spec().name));
+  };
+  // The lead was asked to give it up, and has skipped it.
+  const bool is_skipped = waits->given_up != 0 && waits->given_up == core_.record.committed_step &&
+                          WasLost(waits->given_up) && !HasBegun(request.rank);
+  if (is_skipped) {
+    replace_stream();
+    members_.Detach(take(), absl::OkStatus());
+    return core_.Reply<Attachment>(std::move(done), PositionNow());
+  }
   // A process that attaches anew in mid-step does the step anew: what was sent before must not meet
   // what is sent now.
   if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
@@ -149,13 +162,10 @@ void JobImpl::AttachNow(const AttachRequest& request, std::shared_ptr<AttachWait
                      request.rank, " of job ", spec().name,
                      taken ? "; if that is another training, give it its own job name" : "");
     if (!core_.identity.is_lead()) {
+      waits->given_up = core_.record.committed_step + 1;
       return AttachByLead(request, why, std::move(waits), std::move(done));
     }
-    if (MaySkipStep()) {  // Streams go on then, but not the older one of this rank.
-      members_.EndStream(request.rank, taken ? reason::kRankReplaced : reason::kStreamReplaced,
-                         absl::StrCat("another process or session has taken rank ", request.rank,
-                                      " of job ", spec().name));
-    }
+    if (MaySkipStep()) replace_stream();  // Streams go on then, but not the older one of this rank.
     GiveUpStep(why, [this, take, done = std::move(done)]()
                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
                           members_.Detach(take(), absl::OkStatus());

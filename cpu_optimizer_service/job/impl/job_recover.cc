@@ -106,11 +106,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
     }
     for (const StepRecord& step : core_.record.history.recent_steps) core_.history.AddEarlier(step);
     // Ranks that come back may not have been told yet that the step was skipped.
-    if (const auto& steps = core_.record.history.recent_steps;
-        !steps.empty() && steps.back().outcome.step == core_.record.committed_step &&
-        steps.back().outcome.skip_cause == SkipCause::kNotKept) {
-      machine_.GiveUp(core_.record.committed_step);
-    }
+    if (WasLost(core_.record.committed_step)) machine_.GiveUp(core_.record.committed_step);
     saver_.TakeOver();
     if (journal_.kept()->weights_complete()) core_.first_weights.CompleteAll();
     for (int chunk = 0; chunk < static_cast<int>(core_.layout.chunks().size()); ++chunk) {

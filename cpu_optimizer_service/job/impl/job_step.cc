@@ -67,6 +67,8 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
   absl::Status begun = machine_.Begin(Before(), key.rank, at, settings, effects);
   Perform(std::move(effects));
   if (begun.ok()) begun.Update(CheckSettings(key.rank));
+  // The lead skips a step that all have begun.
+  if (!is_alone() && spec().on_abort == OnAbort::kSkip && machine_.CanBeSkipped()) SayStanding();
   return begun;
 }
 

@@ -26,6 +26,13 @@ Pending JobImpl::Load(LoadRequest request, Done<CheckpointInfo> done) {
   return {};
 }
 
+Pending JobImpl::UndoStep(UndoRequest request, Done<uint64_t> done) {
+  if (core_.identity.is_lead()) return loader_.Undo(request, std::move(done));
+  JobCore::Section section(core_);
+  core_.Reply<uint64_t>(std::move(done), CheckLeads());
+  return {};
+}
+
 // ---------------------------------------------------------------- the lead
 
 void JobImpl::GiveUpOthers(const absl::Status& why) {

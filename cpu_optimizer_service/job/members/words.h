@@ -56,7 +56,8 @@ struct MemberWord {
     std::optional<FirstState> first_state;
     bool fits_any_state = false;  // There are none for its part.
     // In the step after that.
-    uint32_t attempt = 0;                  // The live one here,
+    bool all_have_begun = false;           // Its ranks, the live attempt:
+    uint32_t attempt = 0;                  // the live one here,
     int by = 0;                            // which this rank's discard has begun,
     std::optional<StepSettings> settings;  // with these settings.
     // A rank of a reported part wants to discard the live attempt.
@@ -138,13 +139,21 @@ struct LeadWord {
                  Norm, VoteAgain, Try, Waits>
         what = ToMember::Live();
   };
-  // The step is decided, from the member's report of this number among others.
+  // The step is decided, from the member's report of this number among others. Or it is lost, and
+  // skipped (SkipCause::kNotKept), whatever the member has of it.
   struct Decided {
     uint64_t report = 0;
     KeptDecision decision;
   };
   // Another generation has begun, behind the same committed step.
   struct Raised {
+    Generation generation;
+    std::string why;
+  };
+  // This step, the last one, is undone, in another generation.
+  struct Undo {
+    uint64_t step = 0;
+    uint64_t loads = 0;  // JobRecord::loads with it.
     Generation generation;
     std::string why;
   };
@@ -223,7 +232,8 @@ struct LeadWord {
     int64_t size_bytes = 0;
   };
 
-  std::variant<OfStep, Decided, Raised, Answer, Keep, Begin, OtherStates, Close, Task, Load, Saved>
+  std::variant<OfStep, Decided, Raised, Undo, Answer, Keep, Begin, OtherStates, Close, Task, Load,
+               Saved>
       what;
 };
 

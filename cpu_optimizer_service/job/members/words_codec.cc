@@ -131,7 +131,7 @@ void Fields(Each&& each, MemberWord::Seat& v) {
 template <typename Each>
 void Fields(Each&& each, MemberWord::Standing& v) {
   each(v.generation, v.committed_step, v.has_weights, v.loads, v.first_state, v.fits_any_state,
-       v.attempt, v.by, v.settings, v.wants_discard);
+       v.all_have_begun, v.attempt, v.by, v.settings, v.wants_discard);
 }
 template <typename Each>
 void Fields(Each&& each, MemberWord::Report& v) {
@@ -212,6 +212,10 @@ void Fields(Each&& each, LeadWord::Decided& v) {
 template <typename Each>
 void Fields(Each&& each, LeadWord::Raised& v) {
   each(v.generation, v.why);
+}
+template <typename Each>
+void Fields(Each&& each, LeadWord::Undo& v) {
+  each(v.step, v.loads, v.generation, v.why);
 }
 template <typename Each>
 void Fields(Each&& each, LeadWord::Answer& v) {

@@ -180,7 +180,8 @@ Pending Loader::Load(LoadRequest request, Done<CheckpointInfo> done) {
                                           .loads = ++core_.record.loads,
                                           .sha256 = checkpoint->checkpoint.index().sha256};
           other_has_not_ = absl::OkStatus();
-          raise_generation_(absl::StrCat("job ", core_.spec().name,
+          raise_generation_(core_.record.generation.Next(),
+                            absl::StrCat("job ", core_.spec().name,
                                          " was loaded from a checkpoint; attach again"),
                             start);
         },
@@ -329,16 +330,38 @@ void Loader::LoadAgain(const KeptLoad& load) {
 // ---------------------------------------------------------------- undo
 
 Pending Loader::Undo(UndoRequest request, Done<uint64_t> done) {
-  return core_.Enter(Admission::kUndo, -1,
-                     [this, keep = core_.KeepAlive(), request, done = std::move(done)](
-                         absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-                       // Also where ranks have begun that step again.
-                       if (WasUndone(request))
-                         return core_.Reply<uint64_t>(std::move(done), request.step);
-                       if (admitted.ok()) admitted = CheckMayUndo(request);
-                       if (!admitted.ok()) return core_.Reply<uint64_t>(std::move(done), admitted);
-                       UndoNow(std::move(done));
-                     });
+  return core_.Enter(
+      Admission::kUndo, -1,
+      [this, keep = core_.KeepAlive(), request, done = std::move(done)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            // Also where ranks have begun that step again.
+            if (WasUndone(request)) return core_.Reply<uint64_t>(std::move(done), request.step);
+            if (admitted.ok()) admitted = CheckMayUndo(request);
+            if (!admitted.ok()) return core_.Reply<uint64_t>(std::move(done), admitted);
+            const Generation next = core_.record.generation.Next();
+            ++core_.record.loads;
+            UndoNow(next,
+                    absl::StrCat("step ", core_.record.committed_step, " of job ",
+                                 core_.spec().name, " was undone; the generation is now ",
+                                 ToString(next), "; attach again"),
+                    std::move(done));
+          });
+}
+
+bool Loader::UndoPart(const LeadWord::Undo& undo) {
+  if (undo.generation <= core_.record.generation) return false;
+  const bool has_it = core_.record.committed_step == undo.step && core_.record.previous.has_value();
+  // It had no link when the step was decided.
+  const bool has_not = core_.record.committed_step + 1 == undo.step;
+  if (!has_it && !has_not) return false;
+  core_.record.loads = undo.loads;
+  if (has_not) {
+    core_.record.previous.reset();
+    raise_generation_(undo.generation, undo.why, [] {});
+    return true;
+  }
+  UndoNow(undo.generation, undo.why, [](const absl::StatusOr<uint64_t>&) {});
+  return true;
 }
 
 bool Loader::WasUndone(const UndoRequest& request) const {
@@ -359,13 +382,14 @@ absl::Status Loader::CheckMayUndo(const UndoRequest& request) const {
         ToString(core_.record.generation), ", but the call undoes step ", request.step,
         " of generation ", ToString(request.generation), "; look at the job and decide again"));
   }
+  if (others_.have_begun()) return core_.StatusOf(Answer::kHasStep);
   if (core_.record.previous.has_value()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "job ", core_.spec().name, " has nothing to undo at step ", core_.record.committed_step,
       ": no step was committed since the job was created, loaded or undone"));
 }
 
-void Loader::UndoNow(Done<uint64_t> done) {
+void Loader::UndoNow(const Generation& to, std::string why, Done<uint64_t> done) {
   const uint64_t undone = core_.record.committed_step;
   PreviousState previous = *std::exchange(core_.record.previous, std::nullopt);
   const uint64_t step = previous.committed_step;
@@ -379,25 +403,30 @@ void Loader::UndoNow(Done<uint64_t> done) {
   saver_.schedule.GoBackTo(step);
   const bool applied = previous.applied;
   core_.record.undid_update = applied;
-  core_.record.undone = {.step = undone, .generation = core_.record.generation};
+  core_.record.undone = {
+      .step = undone, .generation = core_.record.generation, .loads = core_.record.loads};
   // One flip of the record has all that and the generation. Until the chunks have followed nobody
   // reads them.
-  raise_generation_(absl::StrCat("step ", undone, " of job ", core_.spec().name,
-                                 " was undone; the generation is now ",
-                                 ToString(core_.record.generation.Next()), "; attach again"),
-                    [this, keep = core_.KeepAlive(), step, undone, applied,
-                     done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
-                      // The record has flipped. A skipped step changed no chunk, so only the number in the
-                      // table's words goes back.
-                      if (applied) {
-                        memory_.store->SwitchBack(step);
-                      } else {
-                        memory_.store->SetStep(step);
-                      }
-                      core_.Tell(absl::StrCat("step ", undone, " was undone, and it is at step ",
-                                              step, " again"));
-                      core_.Reply<uint64_t>(std::move(done), undone);
-                    });
+  auto go_back = [this, keep = core_.KeepAlive(), step, undone, applied, done = std::move(done)](
+                     absl::Status /*admitted*/) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+    // The record has flipped. A skipped step changed no chunk, so only the number in the table's
+    // words goes back.
+    if (applied) {
+      memory_.store->SwitchBack(step);
+    } else {
+      memory_.store->SetStep(step);
+    }
+    core_.gate.FinishLoading(/*torn=*/false);
+    core_.Tell(absl::StrCat("step ", undone, " was undone, and it is at step ", step, " again"));
+    core_.Reply<uint64_t>(std::move(done), undone);
+  };
+  raise_generation_(to, std::move(why),
+                    [this, go_back = std::move(go_back)]()
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                          // At a member that the lead has told, there may be readers.
+                          core_.gate.StartLoading();
+                          core_.EnterHere(Admission::kReplaceState, -1, std::move(go_back));
+                        });
 }
 
 }  // namespace ballast

@@ -29,11 +29,14 @@ class Loader {
   using LoadRequest = Job::LoadRequest;
   using UndoRequest = Job::UndoRequest;
   // Clears the undecided step and frees all ranks, which get the reason; then calls `then`, under
-  // the lock (JobImpl::RaiseGeneration).
-  using RaiseGeneration = std::function<void(std::string why, absl::AnyInvocable<void() &&> then)>;
+  // the lock (JobImpl::RaiseTo).
+  using RaiseGeneration = std::function<void(const Generation& to, std::string why,
+                                             absl::AnyInvocable<void() &&> then)>;
   // With several members; both are called under the lock.
   struct Others {
     MemberTasks& tasks;
+    // At the lead: whether some rank of another member has begun the next step, as far as is known.
+    std::function<bool()> have_begun;
     // At the lead: whether all others have replaced their parts.
     std::function<bool()> have_loaded;
     // At another member: tells the lead how its part of this load has ended.
@@ -67,6 +70,8 @@ class Loader {
   // The lead does not load it.
   void Uncheck(uint64_t task) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void LoadPart(const LeadWord::Load& load) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // False: the lead cannot mean this state.
+  bool UndoPart(const LeadWord::Undo& undo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // ---- At the lead: whether other members are awaited; a member has replaced its part, or could
   // not.
   bool awaits_others() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
@@ -105,7 +110,8 @@ class Loader {
   bool WasUndone(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status CheckMayUndo(const UndoRequest& request) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void UndoNow(Done<uint64_t> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void UndoNow(const Generation& to, std::string why, Done<uint64_t> done)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore& core_;
   JobMemory& memory_;

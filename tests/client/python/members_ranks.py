@@ -23,15 +23,17 @@ def trains_and_closes(rank, world_size, services, job, timeout=60.0, closes=None
 
 
 def goes_back_and_elsewhere(rank, world_size, service, job, elsewhere):
-    """To a state that the service saved, and then to other services. Returns the weights on the way."""
+    """By an undo, to a state that the service saved, and then to other services. Returns the weights on the way."""
     model, seen = model_of(), []
-    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, keep_previous=True)
     train(ddp(model), optimizer, rank, 2)
     state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
     train(ddp(model), optimizer, rank, 2)
+    seen.append([optimizer.undo_step(), [p.flatten().tolist() for p in model.parameters()]])
+    train(ddp(model), optimizer, rank, 1)
     optimizer.close()
     model.load_state_dict(weights)
-    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, keep_previous=True)
     optimizer.load_state_dict(state)
     train(ddp(model), optimizer, rank, 1)
     seen.append([optimizer.param_groups[0]["job_step"], [p.flatten().tolist() for p in model.parameters()]])

@@ -109,8 +109,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2236u);
-  EXPECT_EQ(HashOf(bytes), "c4a9de081eba50cce1ff2297db8c0dd029a2283b4000b0e42b0bcd4fec40e75f");
+  EXPECT_EQ(bytes.size(), 2244u);
+  EXPECT_EQ(HashOf(bytes), "a7a54310561401b9ceb8109fe65223933d47f8b5d1827522afd45e6ad735bfdb");
 }
 
 }  // namespace

@@ -73,18 +73,6 @@ TEST(MemberSeats, AreNotTakenFromAnotherJob) {
   EXPECT_EQ(cluster.Create(), absl::OkStatus());
 }
 
-TEST(MemberSeats, AreNotForWhatOneMemberWouldDoAlone) {
-  JobSpec skips = Spec();
-  skips.on_abort = OnAbort::kSkip;
-  JobSpec undoes = Spec();
-  undoes.keep_previous = true;
-  for (const JobSpec& spec : {skips, undoes}) {
-    Cluster cluster(spec, {0, 1, 0, 1});
-    EXPECT_TRUE(absl::IsUnimplemented(cluster.Create()));
-    for (int m = 0; m < 2; ++m) ExpectNothingAt(cluster.engine(m));
-  }
-}
-
 // A process dies at a store of the creation. Either all members have the job then, or it can be
 // created again.
 TEST(MemberSeats, OutliveADeathWhileTheyAreMade) {
