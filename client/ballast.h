@@ -159,8 +159,8 @@ typedef struct ballast_mesh_dim {
 /* Without a mesh the flat space of each group is cut into buckets, and each bucket among the
  * ranks, in order; pointers are to whole parameters. With a mesh (torch's DTensor) each rank has
  * a shard of every parameter, a box of it. All pointers are to this rank's shard, with elements
- * row-major as in DTensor.to_local(). The first replica of a shard owns it; the other replicas'
- * pointers are not read or written. */
+ * row-major as in DTensor.to_local(). One replica of a shard owns it; the other replicas' pointers
+ * are not read or written. */
 typedef struct ballast_job {
   size_t size;
   const char* name; /* [A-Za-z0-9._-]{1,128}, not beginning with '.'. */

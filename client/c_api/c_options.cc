@@ -15,7 +15,6 @@
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/common/sharding.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -276,14 +275,20 @@ Credentials ReadCredentials(const ballast_options& given) {
                         .token_file = text(given.token_file)});
 }
 
-bool OwnsOf(const SessionOptions& options, size_t parameter) {
+std::vector<bool> OwnedBy(const SessionOptions& options) {
   const LayoutSpec& layout = options.job.layout;
-  const ParameterSpec& spec = layout.parameters[parameter];
-  if (!spec.trainable || std::ranges::count(spec.shape, 0) > 0) return false;
-  // Session::Open refuses a rank that does not exist.
-  if (layout.mesh.empty() || options.rank < 0 || options.rank >= layout.world_size) return true;
-  return ParameterShards(spec.shape, spec.placements, layout.mesh).OfRank(options.rank).elements() >
-         0;
+  std::vector<bool> owned;
+  for (const ParameterSpec& spec : layout.parameters) {
+    owned.push_back(spec.trainable && std::ranges::count(spec.shape, 0) == 0);
+  }
+  if (layout.mesh.empty()) return owned;
+  // What is wrong with the description, Session::Open says.
+  const absl::StatusOr<Layout> here = Layout::CreateForRanks(layout, {options.rank});
+  if (!here.ok()) return owned;
+  for (size_t p = 0; p < owned.size(); ++p) {
+    if (owned[p]) owned[p] = !here->ChunksOfParameter(static_cast<int>(p)).empty();
+  }
+  return owned;
 }
 
 absl::StatusOr<StepSettings> ReadStep(const ballast_step& given, int group_count) {

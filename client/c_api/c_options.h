@@ -3,6 +3,7 @@
 #define BALLAST_CLIENT_C_API_C_OPTIONS_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -19,9 +20,9 @@ namespace ballast::client {
 absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& options);
 // Null fields come from the environment.
 Credentials ReadCredentials(const ballast_options& options);
-// Whether options.rank has elements of a trainable parameter, so that pointers to it may not be
-// null. Without a mesh a parameter with elements counts as every rank's.
-bool OwnsOf(const SessionOptions& options, size_t parameter);
+// By parameter: whether options.rank has elements of it and it is trainable, so that pointers to it
+// may not be null. Without a mesh a parameter with elements counts as every rank's.
+std::vector<bool> OwnedBy(const SessionOptions& options);
 // INVALID_ARGUMENT as above.
 absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, int group_count);
 // Null: the default vote.

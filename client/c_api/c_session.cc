@@ -60,8 +60,9 @@ absl::Status CheckFirstWeights(const ballast_session& session, const float* cons
                                size_t count) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(weights, "weights"));
   BALLAST_RETURN_IF_ERROR(CheckCount(session, count));
+  const std::vector<bool> owned = OwnedBy(session.options);
   for (size_t p = 0; p < count; ++p) {
-    if (weights[p] == nullptr && OwnsOf(session.options, p)) {
+    if (weights[p] == nullptr && owned[p]) {
       return absl::InvalidArgumentError(absl::StrCat(
           "there are no weights of parameter ", session.options.job.layout.parameters[p].name));
     }
@@ -209,8 +210,9 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     const auto& parameters = session->options.job.layout.parameters;
     BALLAST_RETURN_IF_ERROR(CheckGiven(given.weights, "ballast_options.weights"));
     session->weights.assign(given.weights, given.weights + parameters.size());
+    const std::vector<bool> owned = OwnedBy(session->options);
     for (size_t p = 0; p < parameters.size(); ++p) {
-      if (session->weights[p] == nullptr && OwnsOf(session->options, p)) {
+      if (session->weights[p] == nullptr && owned[p]) {
         return absl::InvalidArgumentError(
             absl::StrCat("ballast_options.weights is null for parameter ", parameters[p].name));
       }

@@ -1,7 +1,10 @@
 #include "cpu_optimizer_service/common/layout.h"
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <numeric>
+#include <queue>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -280,6 +283,44 @@ absl::Status Layout::CutFlatSpaces() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::vector<int>> OwningReplicas(const LayoutSpec& spec) {
+  std::vector<int> owners(spec.parameters.size(), 0);
+  // By the dimensions that replicate, as bits: the replicas and what they own, the fewest first.
+  using Owned = std::pair<int64_t, int>;
+  using FewestFirst = std::priority_queue<Owned, std::vector<Owned>, std::greater<>>;
+  std::map<uint64_t, FewestFirst> owned;
+  int64_t replicas = 0;
+  for (size_t p = 0; p < spec.parameters.size(); ++p) {
+    const ParameterSpec& parameter = spec.parameters[p];
+    if (!parameter.trainable) continue;
+    uint64_t replicating = 0;
+    int count = 1;
+    for (size_t m = 0; m < spec.mesh.size(); ++m) {
+      if (parameter.placements[m].shard_dim != Placement::kReplicate) continue;
+      replicating |= uint64_t{1} << m;
+      count *= spec.mesh[m].size;
+    }
+    if (count == 1) continue;
+    auto& of_dims = owned[replicating];
+    if (of_dims.empty()) {
+      replicas += count;
+      if (replicas > kMaxShards) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("the parameters up to ", parameter.name, " have more than ", kMaxShards,
+                         " replicas over different dimensions of the mesh; place them alike"));
+      }
+      std::vector<Owned> none(count);
+      for (int replica = 0; replica < count; ++replica) none[replica] = {0, replica};
+      of_dims = FewestFirst({}, std::move(none));
+    }
+    const auto [elements, replica] = of_dims.top();
+    of_dims.pop();
+    owners[p] = replica;
+    of_dims.emplace(elements + Product(parameter.shape), replica);
+  }
+  return owners;
+}
+
 absl::Status Layout::CutShards() {
   if (spec_.mesh.size() > kMaxDimensions) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -297,6 +338,7 @@ absl::Status Layout::CutShards() {
         Annotate(CheckPlacements(parameter.placements, spec_.mesh, parameter.shape),
                  absl::StrCat("parameter ", parameter.name)));
   }
+  BALLAST_ASSIGN_OR_RETURN(owners_, OwningReplicas(spec_));
   // The loop below computes a shard of every parameter for every rank, so this bounds its time.
   const auto things = static_cast<int64_t>(spec_.parameters.size()) + group_count();
   const auto here = static_cast<int64_t>(ranks_.size());

@@ -130,6 +130,13 @@ struct ElementRange {
   int64_t end = 0;
 };
 
+// With a mesh, by parameter, which of its replicas is the owner (sharding.h). The trainable ones, in
+// the order of declaration, each go to the replica that has the fewest elements so far, the first of
+// several. Only parameters that the same dimensions replicate count for each other. So no rank or
+// node owns all. INVALID_ARGUMENT: so many different dimensions replicate that there are more than
+// kMaxShards replicas to choose from. Mesh and placements have been checked.
+absl::StatusOr<std::vector<int>> OwningReplicas(const LayoutSpec& spec);
+
 class Layout {
  public:
   // INVALID_ARGUMENT, with the cause: duplicate or empty names, negative sizes, overflow, group or
@@ -228,7 +235,7 @@ class Layout {
   size_t FirstPlaceAt(int group, int64_t element) const;
   ParameterShards ShardsOf(int parameter) const {
     const ParameterSpec& spec = spec_.parameters[parameter];
-    return ParameterShards(spec.shape, spec.placements, spec_.mesh);
+    return ParameterShards(spec.shape, spec.placements, spec_.mesh, owners_[parameter]);
   }
   // Index of the first part that may have elements from `begin` on.
   static size_t FirstPartAt(const Space& space, int64_t begin);
@@ -239,6 +246,7 @@ class Layout {
   std::vector<ParameterPlace> places_;
   std::vector<int64_t> flat_elements_;
   std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty.
+  std::vector<int> owners_;                         // OwningReplicas, with a mesh.
   std::vector<int> ranks_;
   std::vector<int> index_of_rank_;  // By rank: its place in ranks_, or -1.
   std::vector<Space> spaces_;       // By group; with a mesh by place in ranks_, then group.

@@ -100,20 +100,20 @@ Shard ParameterShards::OfRank(int rank) const {
   for (size_t d = 0; d < shape_.size(); ++d) parts[d].size = shape_[d];
   int ranks_after = 1;
   for (const MeshDim& dim : mesh_) ranks_after *= dim.size;
-  bool owns = true;
+  int replica = 0;
   for (size_t m = 0; m < mesh_.size(); ++m) {
     // Ranks are numbered in row-major order, so the last dimension of the mesh changes fastest.
     ranks_after /= mesh_[m].size;
     const int coordinate = rank / ranks_after % mesh_[m].size;
     if (placements_[m].shard_dim == Placement::kReplicate) {
-      owns &= coordinate == 0;
+      replica = replica * mesh_[m].size + coordinate;
     } else {
       Part& part = parts[placements_[m].shard_dim];
       part = CutFor(part, mesh_[m].size, coordinate);
     }
   }
   Shard shard;
-  shard.elements_ = owns ? 1 : 0;
+  shard.elements_ = replica == owner_ ? 1 : 0;
   shard.dims_.resize(shape_.size());
   // The box: where it begins in each dimension, and how far apart neighbours are in the parameter.
   int64_t stride = 1;
@@ -130,10 +130,15 @@ Shard ParameterShards::OfRank(int rank) const {
 }
 
 ParameterShards::Run ParameterShards::Find(int64_t element) const {
-  // This inverts OfRank and OffsetInParameter, one dimension of the parameter at a time. The
-  // coordinate in a dimension of the mesh that replicates stays 0: that is the owner's.
+  // This inverts OfRank and OffsetInParameter, one dimension of the parameter at a time.
   Run run;
   absl::InlinedVector<int, kUsualDims> coordinates(mesh_.size(), 0);
+  int replica = owner_;
+  for (size_t m = mesh_.size(); m-- > 0;) {
+    if (placements_[m].shard_dim != Placement::kReplicate) continue;
+    coordinates[m] = replica % mesh_[m].size;
+    replica /= mesh_[m].size;
+  }
   int64_t stride = 1;
   int64_t local_stride = 1;
   bool in_run = true;  // All dimensions after this one are whole.

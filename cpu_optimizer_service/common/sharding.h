@@ -5,7 +5,9 @@
 //   mesh (replicate: 2, shard: 3), ranks in row-major order     0 1 2
 //                                                               3 4 5
 //   a parameter of shape [7, 4] with placements [Replicate, Shard(0)]: rank 0 has rows 0 to 2,
-//   rank 1 rows 3 to 5, rank 2 row 6. Ranks 3 to 5 have the same; the first replica is the owner.
+//   rank 1 rows 3 to 5, rank 2 row 6. Ranks 3 to 5 have the same. One of the two replicas is the
+//   owner: 0, which is ranks 0 to 2, or 1. Replicas are numbered as ranks are, in row-major order,
+//   over the dimensions that replicate.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHARDING_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHARDING_H_
 
@@ -81,9 +83,10 @@ class ParameterShards {
     int64_t elements = 0;
   };
 
+  // `owner`: a replica.
   ParameterShards(absl::Span<const int64_t> shape, absl::Span<const Placement> placements,
-                  absl::Span<const MeshDim> mesh)
-      : shape_(shape), placements_(placements), mesh_(mesh) {}
+                  absl::Span<const MeshDim> mesh, int owner)
+      : shape_(shape), placements_(placements), mesh_(mesh), owner_(owner) {}
 
   // Empty if another replica is the owner.
   Shard OfRank(int rank) const;
@@ -94,6 +97,7 @@ class ParameterShards {
   const absl::Span<const int64_t> shape_;
   const absl::Span<const Placement> placements_;
   const absl::Span<const MeshDim> mesh_;
+  const int owner_;
 };
 
 }  // namespace ballast

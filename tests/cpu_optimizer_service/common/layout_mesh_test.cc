@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "tests/support/messages.h"
 
@@ -108,6 +111,57 @@ TEST(MeshLayout, CountsTheShardsOfItsOwnRanks) {
   }
   ExpectInvalid(many);
   EXPECT_TRUE(Layout::CreateForRanks(many, {0, 7, kMaxWorldSize - 1}).ok());
+}
+
+// Each replica of two nodes owns about half, whichever parameters are large.
+TEST(MeshLayout, ReplicasOwnAboutAsMuch) {
+  LayoutSpec spec = {.world_size = 4, .mesh = {{"replicate", 2}, {"shard", 2}}};
+  const auto add = [&](int64_t rows, std::vector<Placement> placements, bool trainable = true) {
+    spec.parameters.push_back({.name = std::to_string(spec.parameters.size()),
+                               .shape = {rows},
+                               .trainable = trainable,
+                               .placements = std::move(placements)});
+  };
+  add(100, {kReplicate, kShard0});
+  add(1, {kReplicate, kShard0});
+  add(900, {kReplicate, kShard0}, /*trainable=*/false);
+  add(60, {kReplicate, kShard0});
+  add(50, {kReplicate, kShard0});
+  add(7, {kReplicate, kReplicate});  // These count only for each other.
+  add(20, {kReplicate, kShard0});
+  add(6, {kReplicate, kReplicate});
+  add(11, {kShard0, kReplicate});
+  EXPECT_THAT(*OwningReplicas(spec), ElementsAre(0, 1, 0, 1, 1, 0, 0, 1, 0));
+  const Layout layout = Layout::Create(spec).value();
+  EXPECT_THAT(layout.ChunksOfParameter(0), ElementsAre(0, 1));  // Of ranks 0 and 1.
+  EXPECT_THAT(layout.ChunksOfParameter(3), ElementsAre(2, 3));
+  EXPECT_THAT(layout.ChunksOfParameter(5), ElementsAre(0));
+  EXPECT_THAT(layout.ChunksOfParameter(7), ElementsAre(1));
+  // Whoever has a part of the layout finds the same owners.
+  const Layout part = Layout::CreateForRanks(spec, {1, 2}).value();
+  EXPECT_THAT(part.ChunksOfParameter(3), ElementsAre(1));
+  EXPECT_THAT(part.ChunksOfParameter(7), ElementsAre(0));
+}
+
+// 2^16 ranks in 16 dimensions: some hundred parameters, each over dimensions of its own, have
+// millions of replicas.
+TEST(MeshLayout, HasAMostOfReplicas) {
+  constexpr int kDims = 16;
+  LayoutSpec spec = {.world_size = 1 << kDims};
+  for (int m = 0; m < kDims; ++m) spec.mesh.push_back({std::to_string(m), 2});
+  for (int a = 0; a < kDims; ++a) {
+    for (int b = a + 1; b < kDims; ++b) {
+      for (int c = b + 1; c < kDims; ++c) {
+        std::vector<Placement> placements(kDims);
+        placements[a] = placements[b] = placements[c] = kShard0;
+        spec.parameters.push_back(
+            {.name = absl::StrCat(a, ".", b, ".", c), .shape = {8}, .placements = placements});
+      }
+    }
+  }
+  EXPECT_TRUE(Refused(Layout::CreateForRanks(spec, {0}), absl::StatusCode::kInvalidArgument));
+  spec.parameters.resize(500);
+  EXPECT_TRUE(Layout::CreateForRanks(spec, {0}).ok());
 }
 
 TEST(MeshLayout, NamesTheFirstDifference) {

@@ -37,7 +37,7 @@ std::vector<std::vector<int64_t>> TorchChunk(const std::vector<int64_t>& indices
 // mesh, each cutting what the rank has by then.
 std::vector<int64_t> TorchElements(const std::vector<int64_t>& shape,
                                    const std::vector<Placement>& placements,
-                                   const std::vector<MeshDim>& mesh, int rank) {
+                                   const std::vector<MeshDim>& mesh, int owner, int rank) {
   std::vector<std::vector<int64_t>> indices;  // By dimension of the parameter.
   for (const int64_t size : shape) {
     indices.emplace_back();
@@ -48,14 +48,16 @@ std::vector<int64_t> TorchElements(const std::vector<int64_t>& shape,
     coordinates[m] = rank % mesh[m].size;
     rank /= mesh[m].size;
   }
+  int replica = 0;
   for (size_t m = 0; m < mesh.size(); ++m) {
     if (placements[m].shard_dim == Placement::kReplicate) {
-      if (coordinates[m] != 0) return {};  // The first replica is the owner.
+      replica = replica * mesh[m].size + coordinates[m];
       continue;
     }
     std::vector<int64_t>& mine = indices[placements[m].shard_dim];
     mine = TorchChunk(mine, mesh[m].size)[coordinates[m]];
   }
+  if (replica != owner) return {};
   std::vector<int64_t> elements = {0};
   for (size_t d = 0; d < shape.size(); ++d) {
     std::vector<int64_t> longer;
@@ -68,16 +70,15 @@ std::vector<int64_t> TorchElements(const std::vector<int64_t>& shape,
 }
 
 void ExpectAsTorch(const std::vector<int64_t>& shape, const std::vector<Placement>& placements,
-                   const std::vector<MeshDim>& mesh) {
-  ASSERT_EQ(CheckPlacements(placements, mesh, shape), absl::OkStatus());
+                   const std::vector<MeshDim>& mesh, int owner) {
   int world_size = 1;
   for (const MeshDim& dim : mesh) world_size *= dim.size;
   int64_t elements = 1;
   for (const int64_t size : shape) elements *= size;
-  const ParameterShards shards(shape, placements, mesh);
+  const ParameterShards shards(shape, placements, mesh, owner);
   std::map<int64_t, std::pair<int, int64_t>> owners;  // By element: rank, place in its shard.
   for (int rank = 0; rank < world_size; ++rank) {
-    const std::vector<int64_t> expected = TorchElements(shape, placements, mesh, rank);
+    const std::vector<int64_t> expected = TorchElements(shape, placements, mesh, owner, rank);
     const Shard shard = shards.OfRank(rank);
     ASSERT_EQ(shard.elements(), static_cast<int64_t>(expected.size())) << "rank " << rank;
     for (int64_t local = 0; local < shard.elements(); ++local) {
@@ -98,12 +99,23 @@ void ExpectAsTorch(const std::vector<int64_t>& shape, const std::vector<Placemen
   }
 }
 
+// Whichever replica is the owner.
+void ExpectAsTorch(const std::vector<int64_t>& shape, const std::vector<Placement>& placements,
+                   const std::vector<MeshDim>& mesh) {
+  ASSERT_EQ(CheckPlacements(placements, mesh, shape), absl::OkStatus());
+  int replicas = 1;
+  for (size_t m = 0; m < mesh.size(); ++m) {
+    if (placements[m].shard_dim == Placement::kReplicate) replicas *= mesh[m].size;
+  }
+  for (int owner = 0; owner < replicas; ++owner) ExpectAsTorch(shape, placements, mesh, owner);
+}
+
 TEST(ParameterShards, CutUnevenlyAsTorchDoes) {
   // Five rows for four ranks: 2, 2, 1, 0.
   const std::vector<int64_t> shape = {5, 3};
   const std::vector<MeshDim> mesh = {{"dp", 4}};
   const std::vector<Placement> placements = {kShard0};
-  const ParameterShards shards(shape, placements, mesh);
+  const ParameterShards shards(shape, placements, mesh, /*owner=*/0);
   std::vector<int64_t> elements;
   for (int rank = 0; rank < 4; ++rank) elements.push_back(shards.OfRank(rank).elements());
   EXPECT_THAT(elements, ElementsAre(6, 6, 3, 0));
@@ -116,7 +128,7 @@ TEST(ParameterShards, OfColumnsAreRunsOfEachRow) {
   const std::vector<int64_t> shape = {4, 6};
   const std::vector<MeshDim> mesh = {{"tp", 2}};
   const std::vector<Placement> placements = {kShard1};
-  const Shard shard = ParameterShards(shape, placements, mesh).OfRank(1);
+  const Shard shard = ParameterShards(shape, placements, mesh, /*owner=*/0).OfRank(1);
   EXPECT_EQ(shard.elements(), 12);
   EXPECT_EQ(shard.run_elements(), 3);
   EXPECT_EQ(shard.OffsetInParameter(3), 9);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import heapq
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,8 +27,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 class Shards:
     """Each rank has its shards of the parameters, or all of them if it is the only one. If parameters are contiguous
-    and in host memory, the session writes to them; otherwise to a copy in host memory. One replica is the owner; the
-    other replicas get the weights from it.
+    and in host memory, the session writes to them; otherwise to a copy in host memory. One replica of each parameter
+    is the owner (_owners); the other replicas get the weights from it.
 
     placements: by parameter; None for one that is whole on every rank. trained: by parameter, from the job; a
     trainer may freeze some."""
@@ -34,7 +36,9 @@ class Shards:
     def __init__(self, parameters: list[torch.Tensor], mesh, placements: list[tuple[int | None, ...] | None],
                  trained: list[bool]):
         self.parameters, self.mesh = parameters, mesh
-        self.owned = [_is_owner(mesh, of) for of in placements]
+        owners = _owners(mesh, parameters, placements, trained)
+        self.owned = [owner is None or all(at in (None, here) for at, here in zip(owner, mesh.get_coordinate()))
+                      for owner in owners]
         self._written = [is_trained and owned for is_trained, owned in zip(trained, self.owned)]
         self.places = [local(p) if _is_plain(local(p)) else torch.empty(local(p).shape, dtype=p.dtype)
                        for p in parameters]
@@ -43,9 +47,8 @@ class Shards:
         for index, of in enumerate(placements):
             if not trained[index] or of is None:
                 continue
-            dims = tuple(d for d, cut in enumerate(of) if cut is None and mesh.size(d) > 1)
-            if dims and local(parameters[index]).numel() > 0:
-                key = (dims, parameters[index].dtype, local(parameters[index]).device)
+            if any(mesh.size(d) > 1 for d, cut in enumerate(of) if cut is None) and local(parameters[index]).numel() > 0:
+                key = (owners[index], parameters[index].dtype, local(parameters[index]).device)
                 self._replicas.setdefault(key, []).append(index)
 
     @property
@@ -62,8 +65,8 @@ class Shards:
         self.notify()
         for index, here in self.elsewhere().items():
             here.copy_(self.places[index])
-        for (dims, _, _), members in self._replicas.items():
-            self._broadcast(dims, members)
+        for (owner, _, _), members in self._replicas.items():
+            self._broadcast(owner, members)
 
     def notify(self) -> None:
         """Tells autograd that its saved tensors have old weights."""
@@ -76,13 +79,14 @@ class Shards:
         return {index: local(parameter) for index, parameter in enumerate(self.parameters)
                 if self._written[index] and here_of(parameter).data_ptr() != self._addresses[index]}
 
-    def _broadcast(self, dims: tuple[int, ...], members: list[int]) -> None:
+    def _broadcast(self, owner: tuple[int | None, ...], members: list[int]) -> None:
         # After the last dimension all have the owner's weights: on the way ranks pass on what they have so far.
         here = [local(self.parameters[index]) for index in members]
         flat = torch.cat([tensor.reshape(-1) for tensor in here]).to(self.mesh.device_type)
-        for dim in dims:
-            group = self.mesh.get_group(dim)
-            dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+        for dim, at in enumerate(owner):
+            if at is not None and self.mesh.size(dim) > 1:
+                group = self.mesh.get_group(dim)
+                dist.broadcast(flat, dist.get_global_rank(group, at), group=group)
         begin = 0
         for index, tensor in zip(members, here):
             if not self.owned[index]:
@@ -235,11 +239,28 @@ def placements_of(name: str, parameter: torch.Tensor, mesh) -> tuple[int | None,
     return tuple(cuts)
 
 
-def _is_owner(mesh, placements: tuple[int | None, ...] | None) -> bool:
-    """Whether this rank owns its shard: the first replica does."""
-    if mesh is None or placements is None:
-        return True
-    return all(cut is not None or at == 0 for cut, at in zip(placements, mesh.get_coordinate()))
+def _owners(mesh, parameters: list[torch.Tensor], placements: list[tuple[int | None, ...] | None],
+            trained: list[bool]) -> list[tuple[int | None, ...] | None]:
+    """By parameter the coordinates of the replica that owns it; None where the mesh cuts. None: there are no replicas.
+    The same rule as the service's (proto/ballast/v1/jobs.proto, "Mesh")."""
+    owned: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # By the dimensions that replicate: a heap.
+    owners: list[tuple[int | None, ...] | None] = []
+    for parameter, of, is_trained in zip(parameters, placements, trained):
+        if mesh is None or of is None:
+            owners.append(None)
+            continue
+        dims = tuple(d for d, cut in enumerate(of) if cut is None)
+        replica = 0
+        if is_trained:
+            count = math.prod(mesh.size(d) for d in dims)
+            heap = owned.setdefault(dims, [(0, number) for number in range(count)])
+            elements, replica = heap[0]
+            heapq.heapreplace(heap, (elements + parameter.numel(), replica))
+        owner: list[int | None] = [None] * len(of)
+        for d in reversed(dims):
+            replica, owner[d] = divmod(replica, mesh.size(d))
+        owners.append(tuple(owner))
+    return owners
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
