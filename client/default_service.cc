@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdlib>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
 
@@ -47,6 +48,12 @@ std::string DefaultService(uint16_t port, const std::string& socket) {
   if (said != nullptr && *said != '\0') return said;
   if (IsSocket(socket) && NothingListens(port)) return absl::StrCat("unix:", socket);
   return absl::StrCat("127.0.0.1:", port);
+}
+
+std::string NodeServiceAddress() {
+  const char* const said = std::getenv("BALLAST_SERVICE");
+  if (said != nullptr && absl::StartsWith(said, "unix:")) return said;
+  return absl::StrCat("unix:", kPackagedSocket);
 }
 
 }  // namespace ballast::client

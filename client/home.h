@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "client/credentials.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/plan/homes.h"
 
 namespace ballast::client {
 
@@ -27,6 +28,14 @@ namespace ballast::client {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectHome(
     const std::string& services, int rank, JobSpec& job, absl::Duration timeout = absl::Seconds(10),
     const Credentials& credentials = OrEnvironment({}));
+
+// What the service itself says, in ListJobs. HOST of the address may be 0.0.0.0 or [::], which is any
+// of its host. UNAVAILABLE: it does not answer.
+absl::StatusOr<NodeService> IdentifyService(const std::shared_ptr<grpc::Channel>& channel);
+
+// If the service has a job of this name and world size over these members, in any order, `job` gets
+// its members and homes: an earlier run may have had its ranks on other nodes. Errors as above.
+absl::Status TakeRecordedHomes(const std::shared_ptr<grpc::Channel>& channel, JobSpec& job);
 
 }  // namespace ballast::client
 

@@ -84,24 +84,25 @@ absl::StatusOr<Launch> ReadLaunch() {
   });
 }
 
-absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
-                                                           std::chrono::milliseconds timeout) {
-  if (launch.world_size == 1) return std::make_unique<SingleCollective>();
+absl::StatusOr<Workers> ConnectWorkers(const Launch& launch, std::chrono::milliseconds timeout) {
+  if (launch.world_size == 1) return Workers{.collective = std::make_unique<SingleCollective>()};
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Rendezvous> rendezvous,
                            Rendezvous::Open({.rank = launch.rank,
                                              .world_size = launch.world_size,
                                              .host = launch.master_host,
                                              .port = launch.master_port,
                                              .timeout = timeout}));
-  BALLAST_ASSIGN_OR_RETURN(std::string own_host, rendezvous->OwnHost());
+  Workers workers;
+  BALLAST_ASSIGN_OR_RETURN(workers.own_host, rendezvous->OwnHost());
   ExchangedStore store(*rendezvous);
   // The rendezvous ends when this returns, and ConnectGloo returns when no rank needs it any more.
-  return ConnectGloo({.rank = launch.rank,
-                      .world_size = launch.world_size,
-                      .host = std::move(own_host),
-                      .connect_timeout = timeout,
-                      .timeout = timeout},
-                     store);
+  BALLAST_ASSIGN_OR_RETURN(workers.collective, ConnectGloo({.rank = launch.rank,
+                                                            .world_size = launch.world_size,
+                                                            .host = workers.own_host,
+                                                            .connect_timeout = timeout,
+                                                            .timeout = timeout},
+                                                           store));
+  return workers;
 }
 
 }  // namespace ballast::worker

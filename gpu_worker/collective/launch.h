@@ -28,9 +28,12 @@ absl::StatusOr<Launch> ReadLaunch(
 // The same from this process's environment.
 absl::StatusOr<Launch> ReadLaunch();
 
-// Gloo among the workers of the launch, or the collective of a world of one.
-absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
-                                                           std::chrono::milliseconds timeout);
+struct Workers {
+  std::unique_ptr<Collective> collective;  // Gloo; of a world of one, without it.
+  std::string own_host;                    // The address at which the others reach this one.
+};
+// Connects the workers of the launch.
+absl::StatusOr<Workers> ConnectWorkers(const Launch& launch, std::chrono::milliseconds timeout);
 
 }  // namespace ballast::worker
 

@@ -14,6 +14,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "client/connect.h"
+#include "client/default_service.h"
 #include "client/home.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/limits/processors.h"
@@ -23,6 +25,7 @@
 #include "gpu_worker/base/timeline.h"
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/collective/launch.h"
+#include "gpu_worker/run/node_home.h"
 #include "gpu_worker/run/progress.h"
 #include "gpu_worker/run/worker_flags.h"
 #include "gpu_worker/run/worker_run.h"
@@ -61,10 +64,14 @@ class InProcessService {
 };
 
 // The service that the flags name: another process, or one in this process, kept alive by
-// `in_process`. If they name several: the rank's, and `job` gets its members and homes.
+// `in_process`. If they name several: the rank's, and `job` gets its members and homes. For "node":
+// its node's.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
     const WorkerFlags& flags, const Launch& launch, JobSpec& job,
     std::unique_ptr<InProcessService>& in_process) {
+  if (flags.service == kNodeService) {
+    return client::Connect(client::NodeServiceAddress(), absl::Seconds(10), flags.credentials);
+  }
   if (flags.service != "in-process") {
     return client::ConnectHome(flags.service, launch.rank, job, absl::Seconds(10),
                                flags.credentials);
@@ -78,24 +85,28 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
   return in_process->channel();
 }
 
-absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const Launch& launch,
-                                               std::unique_ptr<InProcessService>& in_process) {
-  JobSpec held;  // Only its ranks, and which services hold them.
-  held.layout.world_size = launch.world_size;
-  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
-                           ConnectService(flags, launch, held, in_process));
-  // `flags` are those of Main, which outlive the run.
-  return [&flags, channel = std::move(channel), held = std::move(held)](
-             const TrainingJob& job, TrainingBackend& backend, Collective& collective) {
-    return MakeServiceOptimizer(channel,
+// `flags` outlive the run. `held` is of ConnectService.
+MakeOptimizer ServiceOptimizer(const WorkerFlags& flags, std::shared_ptr<grpc::Channel> channel,
+                               JobSpec held, std::string own_host) {
+  return [&flags, channel = std::move(channel), held = std::move(held),
+          own_host = std::move(own_host)](
+             const TrainingJob& job, TrainingBackend& backend,
+             Collective& collective) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
+    std::shared_ptr<grpc::Channel> home = channel;
+    JobSpec spread = held;
+    if (flags.service == kNodeService) {
+      BALLAST_ASSIGN_OR_RETURN(
+          home, ConnectNodeHome(channel, own_host, flags.credentials, spread, collective));
+    }
+    return MakeServiceOptimizer(home,
                                 {.job = job,
                                  .backend = backend,
                                  .resume_directory = flags.resume,
                                  .seal_timeout = flags.options.seal_timeout,
                                  .reconnect_timeout = flags.reconnect_timeout,
                                  .shared_memory = flags.shared_memory,
-                                 .members = held.members,
-                                 .homes = held.homes},
+                                 .members = spread.members,
+                                 .homes = spread.homes},
                                 collective);
   };
 }
@@ -148,14 +159,21 @@ absl::Status Main(int argc, char** argv) {
   // It is declared before all that has its channel: a call on the channel of a server that is gone
   // crashes in gRPC.
   std::unique_ptr<InProcessService> in_process;
-  MakeOptimizer make_optimizer = MakeLocalOptimizer;
+  std::shared_ptr<grpc::Channel> channel;
+  JobSpec held;  // Only its name and ranks, and which services hold them.
+  held.name = flags.options.job.name;
+  held.layout.world_size = launch.world_size;
   // This comes before the workers connect: one that reaches no service ends with that error within
   // seconds.
   if (flags.optimizer == OptimizerKind::kService) {
-    BALLAST_ASSIGN_OR_RETURN(make_optimizer, ServiceOptimizer(flags, launch, in_process));
+    BALLAST_ASSIGN_OR_RETURN(channel, ConnectService(flags, launch, held, in_process));
   }
-  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective,
+  BALLAST_ASSIGN_OR_RETURN(const Workers workers,
                            ConnectWorkers(launch, absl::ToChronoMilliseconds(flags.peer_timeout)));
+  MakeOptimizer make_optimizer = MakeLocalOptimizer;
+  if (channel != nullptr) {
+    make_optimizer = ServiceOptimizer(flags, std::move(channel), std::move(held), workers.own_host);
+  }
   WorkerOptions options = flags.options;
   const std::unique_ptr<Timeline> timeline = MakeTimeline(flags, launch);
   options.timeline = timeline.get();
@@ -171,7 +189,7 @@ absl::Status Main(int argc, char** argv) {
   // Its line is ended when Main returns, before main prints an error.
   Progress progress(options.trainer.steps);
   absl::Status status = arena.execute([&] {
-    return RunWorker(std::move(options), *collective, make_optimizer,
+    return RunWorker(std::move(options), *workers.collective, make_optimizer,
                      [&](const StepReport& report) {
                        if (launch.rank == 0) progress.Show(report);
                      });

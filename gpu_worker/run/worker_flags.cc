@@ -10,6 +10,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/default_service.h"
 #include "client/loss_scaler.h"
 #include "cpu_optimizer_service/common/job_spec.h"
@@ -119,9 +120,10 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
   line.Group("The service");
   line.Add("service", flags.service,
            "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
-           "worker (one worker only). Or several that hold the job together, a:7070,b:7070: each "
-           "gets consecutive workers in even shares. Default: BALLAST_SERVICE, or "
-           "127.0.0.1:7070, or the socket of the packaged service");
+           "worker (one worker only). Or several that hold the job together: a:7070,b:7070, of "
+           "which each gets consecutive workers in even shares, or node, the lasting service of "
+           "each node at its unix socket. Default: BALLAST_SERVICE, or 127.0.0.1:7070, or the "
+           "socket of the packaged service");
   line.Add("tls-ca", flags.credentials.tls_ca,
            "The authority of a TLS service's certificate (or BALLAST_TLS_CA)");
   line.Add("tls-cert", flags.credentials.tls_cert,
@@ -263,7 +265,11 @@ absl::Status Check(const Given& given, const Texts& texts, WorkerFlags& flags) {
   if (!given.line.Has("peer-timeout")) flags.peer_timeout = options.seal_timeout + kPeersApart;
   if (flags.service.empty()) flags.service = client::DefaultService();
   if (flags.optimizer == OptimizerKind::kService) {
-    BALLAST_RETURN_IF_ERROR(Annotate(ParseServices(flags.service).status(), "--service"));
+    const absl::StatusOr<std::vector<std::string>> services = ParseServices(flags.service);
+    BALLAST_RETURN_IF_ERROR(Annotate(services.status(), "--service"));
+    // A single service may have another address on each host.
+    const bool is_on_all_alike = services->size() > 1 || flags.service == kNodeService;
+    options.services = is_on_all_alike ? absl::StrJoin(*services, ",") : "a single one";
   }
   flags.credentials = client::OrEnvironment(flags.credentials);
   return absl::OkStatus();

@@ -18,12 +18,16 @@ enum class OptimizerKind : uint8_t { kService, kLocal };
 // How GPUs exchange data. kAuto: Gloo if two ranks share a GPU, else NCCL.
 enum class CollectiveKind : uint8_t { kAuto, kNccl, kGloo };
 
+// As --service: the lasting service of each node.
+inline constexpr char kNodeService[] = "node";
+
 struct WorkerFlags {
   WorkerOptions options;  // Without make_backend.
   DeviceKind device = DeviceKind::kCpu;
   CollectiveKind collective = CollectiveKind::kAuto;
   OptimizerKind optimizer = OptimizerKind::kService;
-  std::string service;              // An address, several with commas between, or "in-process".
+  // An address, several with commas between, kNodeService, or "in-process".
+  std::string service;
   client::Credentials credentials;  // Those of the environment where a flag is not given.
   std::string resume;               // A checkpoint's directory; empty: none.
   client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;

@@ -102,6 +102,7 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--collective", options.collective_name},
           {"WORLD_SIZE", absl::StrCat(options.job.world_size)},
           {"--optimizer", options.optimizer_name},
+          {"--service", options.services},
           {"--resume", options.resumes ? "given" : ""},
           {"--job", options.job.name},
           {"--batch", absl::StrCat(trainer.batch)},

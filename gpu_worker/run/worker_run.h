@@ -45,6 +45,7 @@ struct WorkerOptions {
   // How long a gradient waits for the optimizer to release the previous one.
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   std::string optimizer_name;    // For worker.json.
+  std::string services;          // What all ranks must have in common of --service.
   bool resumes = false;          // The optimizer loads a checkpoint first; on all ranks or on none.
   std::string out;               // Directory for rank 0's files; empty: none.
   std::string save_directory;    // The optimizer saves its state there at the end; empty: none.

@@ -1,13 +1,30 @@
 #include "cpu_optimizer_service/common/plan/homes.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <set>
+#include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 
 namespace ballast {
+namespace {
+
+constexpr char kRemedy[] =
+    "; start it with --listen=HOST:PORT,unix:PATH, and with --advertise=HOST:PORT if others reach "
+    "it "
+    "elsewhere";
+
+bool IsLoopback(absl::string_view address) {
+  return absl::StartsWith(address, "127.") || absl::StartsWith(address, "localhost:") ||
+         absl::StartsWith(address, "[::1]:");
+}
+
+}  // namespace
 
 absl::StatusOr<std::vector<std::string>> ParseServices(absl::string_view services) {
   std::vector<std::string> addresses;
@@ -44,6 +61,40 @@ absl::Status SpreadRanks(const std::vector<std::string>& services, JobSpec& job)
   for (int rank = 0; rank < ranks; ++rank) {
     job.homes.push_back(static_cast<int>(rank * members / ranks));
   }
+  return absl::OkStatus();
+}
+
+absl::Status SpreadOverNodes(const std::vector<NodeService>& of_ranks, JobSpec& job) {
+  std::vector<size_t> firsts;  // The first rank of each member.
+  std::vector<int> homes;
+  for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
+    const auto known = std::find_if(firsts.begin(), firsts.end(), [&](size_t first) {
+      return of_ranks[first].id == of_ranks[rank].id;
+    });
+    homes.push_back(static_cast<int>(known - firsts.begin()));
+    if (known == firsts.end()) firsts.push_back(rank);
+  }
+  if (firsts.size() < 2) return absl::OkStatus();
+  std::vector<MemberSpec> members;
+  for (const size_t first : firsts) {
+    const NodeService& service = of_ranks[first];
+    const std::string& address = service.address;
+    if (address.empty() || IsLoopback(address)) {
+      const NodeService& other = of_ranks[firsts[first == 0 ? 1 : 0]];
+      return absl::FailedPreconditionError(absl::StrCat(
+          "node ", other.node, " cannot reach the service of node ", service.node,
+          address.empty() ? "" : absl::StrCat(" at ", address, ", a loopback address"), kRemedy));
+    }
+    for (size_t earlier = 0; earlier < members.size(); ++earlier) {
+      if (members[earlier].address != address) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("nodes ", of_ranks[firsts[earlier]].node, " and ", service.node,
+                       " both say that their service is at ", address, kRemedy));
+    }
+    members.push_back({.address = address});
+  }
+  job.members = std::move(members);
+  job.homes = std::move(homes);
   return absl::OkStatus();
 }
 

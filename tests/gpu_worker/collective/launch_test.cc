@@ -56,7 +56,8 @@ TEST(Launch, ConnectsTheWorkersOfOneMasterPort) {
     const auto collective =
         ConnectWorkers({.rank = rank, .world_size = 3, .master_port = held.port()},
                        std::chrono::seconds(30))
-            .value();
+            .value()
+            .collective;
     double sum = collective->rank();
     EXPECT_TRUE(collective->AllReduceSum({&sum, 1}).ok());
     return sum;

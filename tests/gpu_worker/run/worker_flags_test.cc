@@ -79,6 +79,11 @@ TEST(WorkerFlags, WhoWaitsForTheServiceGivesUpBeforeWhoWaitsForTheWorker) {
 TEST(WorkerFlags, NameOneServiceOrSeveral) {
   EXPECT_EQ(Read({"--service=a:7070,b:7070"})->service, "a:7070,b:7070");
   EXPECT_EQ(Read({"--service=in-process"})->service, "in-process");
+  // Ranks may reach a single service at other addresses, and name several alike.
+  EXPECT_EQ(Read({"--service=a:7070"})->options.services,
+            Read({"--service=unix:/run/a.sock"})->options.services);
+  EXPECT_EQ(Read({"--service=a:7070, b:7070"})->options.services, "a:7070,b:7070");
+  EXPECT_EQ(Read({"--service=node"})->options.services, "node");
   ExpectRefused({"--service=a:7070,"});
   ExpectRefused({"--service=a:7070,a:7070"});
 }

@@ -71,5 +71,35 @@ TEST(SpreadRanks, EachServiceNeedsARank) {
   }
 }
 
+TEST(SpreadOverNodes, ARanksHomeIsTheServiceOfItsNode) {
+  const NodeService a{"gpu1", "id-a", "a:7070"};
+  const NodeService b{"gpu2", "id-b", "[fd00::2]:7070"};
+  JobSpec job = OfRanks(5);
+  EXPECT_TRUE(SpreadOverNodes({b, a, b, a, a}, job).ok());
+  EXPECT_EQ(job.members, (std::vector<MemberSpec>{{b.address}, {a.address}}));
+  EXPECT_EQ(job.homes, (std::vector<int>{0, 1, 0, 1, 1}));
+}
+
+TEST(SpreadOverNodes, ASingleNodesServiceIsNotNamedWhereverItListens) {
+  for (const char* address : {"a:7070", "", "127.0.0.1:7070"}) {
+    JobSpec job = OfRanks(2);
+    EXPECT_TRUE(SpreadOverNodes({{"gpu1", "id", address}, {"gpu1", "id", address}}, job).ok());
+    EXPECT_EQ(job, OfRanks(2));
+  }
+}
+
+TEST(SpreadOverNodes, EachServiceHasAnAddressForOtherNodes) {
+  const NodeService right{"gpu1", "id-a", "a:7070"};
+  for (const char* wrong : {"", "127.0.0.1:7070", "localhost:7070", "[::1]:7070", "a:7070"}) {
+    const NodeService other{"gpu2", "id-b", wrong};
+    JobSpec job = OfRanks(2);
+    EXPECT_TRUE(
+        Refused(SpreadOverNodes({right, other}, job), absl::StatusCode::kFailedPrecondition));
+    EXPECT_TRUE(
+        Refused(SpreadOverNodes({other, right}, job), absl::StatusCode::kFailedPrecondition));
+    EXPECT_EQ(job, OfRanks(2));
+  }
+}
+
 }  // namespace
 }  // namespace ballast
