@@ -42,7 +42,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 9
+#define BALLAST_API_VERSION 10
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -506,6 +506,12 @@ int32_t ballast_call(const ballast_options* options, const char* method, const c
  * elements differs. */
 int32_t ballast_read_state(const ballast_options* options, const char* parameter, int32_t plane,
                            float* out, int64_t elements, uint64_t* step, int64_t* update_count);
+
+/* A key and a certificate for a service that this process starts and that others reach at `host`, an
+ * IP address: PEM texts for its --tls-key and --tls-cert. Who trusts this certificate (tls_ca,
+ * --tls-client-ca) knows the service by it, and no other one. Valid until the thread's next call of
+ * this function. INVALID_ARGUMENT: `host` is not an address. Since version 10. */
+int32_t ballast_make_identity(const char* host, const char** certificate, const char** key);
 
 #ifdef __cplusplus
 }

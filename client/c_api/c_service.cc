@@ -23,6 +23,7 @@
 #include "client/c_api/c_session.h"
 #include "client/calls/service.h"
 #include "client/connect.h"
+#include "client/c_api/self_signed.h"
 #include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -178,6 +179,19 @@ int32_t ballast_read_state(const ballast_options* options, const char* parameter
       *update_count = reader.update_count();
       return absl::OkStatus();
     });
+  });
+}
+
+int32_t ballast_make_identity(const char* host, const char** certificate, const char** key) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckGiven(host, "host"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(certificate, "certificate"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(key, "key"));
+    thread_local Identity made;
+    BALLAST_ASSIGN_OR_RETURN(made, MakeIdentity(host));
+    *certificate = made.certificate.c_str();
+    *key = made.key.c_str();
+    return absl::OkStatus();
   });
 }
 

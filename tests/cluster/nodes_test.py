@@ -2,6 +2,7 @@
 """torchrun on two nodes, with a service on each, which the run starts or which is there: weights and moments are those
 of one service. In an environment with PyTorch (tests/client/python/torch_environment.py)."""
 
+import hashlib
 import json
 import pathlib
 import sys
@@ -10,6 +11,7 @@ import unittest
 
 from hosts import Network, enter_network_of_own
 from processes import ROOT, await_, read, start, stop, tail
+from certificates import Authority, private  # In the folder of processes, where hosts looks.
 
 PYTHON = ROOT / "client/python"
 sys.path.insert(0, str(PYTHON))
@@ -25,7 +27,7 @@ class Run:
     """The trainer, by a torchrun on each host; the first one's is the master. Each host has a folder of its own for
     temporary files."""
 
-    def __init__(self, folder, hosts, *services):
+    def __init__(self, folder, hosts, services, environment):
         self.folder, self.hosts = folder, hosts
         self.agents = []
         try:
@@ -35,7 +37,7 @@ class Run:
                     [*host.words, sys.executable, "-B", "-m", "torch.distributed.run", f"--nnodes={len(hosts)}",
                      f"--node-rank={number}", f"--nproc-per-node={RANKS}", f"--master-addr={hosts[0].address}",
                      f"--master-port={MASTER_PORT}", TRAINER, f"--steps={STEPS}", f"--results={folder}", *services],
-                    self.log(host), environment={
+                    self.log(host), environment=environment | {
                         "TMPDIR": str(self.temporary(host)), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
                         "PYTHONPATH": str(PYTHON)}))
         except BaseException:
@@ -71,15 +73,15 @@ class Nodes(unittest.TestCase):
         self.hosts = [network.add_host(whole=True) for _ in range(2)]
         self.addresses = [f"{host.address}:{PORT}" for host in self.hosts]
 
-    def run_on(self, hosts, *services):
-        run = Run(self.folder / f"run-{len(list(self.folder.glob('run-*')))}", hosts, *services)
+    def run_on(self, hosts, *services, environment=None):
+        run = Run(self.folder / f"run-{len(list(self.folder.glob('run-*')))}", hosts, services, environment or {})
         self.addCleanup(run.stop)
         return run
 
-    def start_service(self, host, listen):
+    def start_service(self, host, listen, flags=("--insecure",)):
         host.do("mkdir", "/run/ballast")
         log = self.folder / f"service-{host.address}.log"
-        service = start([*host.words, _files.program("ballastd"), "--insecure", "--nostartup-benchmark", "--threads=1",
+        service = start([*host.words, _files.program("ballastd"), "--nostartup-benchmark", "--threads=1", *flags,
                          f"--listen=unix:/run/ballast/ballastd.sock,{listen}"], log)
         self.addCleanup(stop, service)
         await_("a service", lambda: "listening on" in read(log), service)
@@ -94,8 +96,8 @@ class Nodes(unittest.TestCase):
         self.start_service(self.hosts[1], self.addresses[1])
         run = self.run_on(self.hosts, "None", "node", self.addresses[0])
         results = run.results()
-        self.assert_spread(results["None"], results[self.addresses[0]], shares_memory=True)
-        self.assert_spread(results["node"], results[self.addresses[0]], shares_memory=True)
+        self.assert_spread(results["None"], results[self.addresses[0]], shares_memory=True, is_open=[False] * 2)
+        self.assert_spread(results["node"], results[self.addresses[0]], shares_memory=True, is_open=[True] * 2)
         self.assertEqual(results["node"][0]["members"], self.addresses)
         own = results["None"][0]["members"]
         self.assertEqual([address.rpartition(":")[0] for address in own], [host.address for host in self.hosts])
@@ -106,10 +108,29 @@ class Nodes(unittest.TestCase):
         moved = self.run_on(self.hosts[::-1], "node", self.addresses[0])
         results = moved.results()
         self.assertEqual(results["node"][0]["step"], 2 * STEPS)
-        self.assert_spread(results["node"], results[self.addresses[0]], shares_memory=False)
+        self.assert_spread(results["node"], results[self.addresses[0]], shares_memory=False, is_open=[True] * 2)
         self.assertEqual(results["node"][0]["members"], self.addresses)
         for host in self.hosts:
             self.assertIn("go over the network", read(moved.log(host)))
+
+    def test_with_tls_and_roles(self):
+        authority, token = Authority(self.folder), private(self.folder / "token", "a-token-of-a-test\n")
+        digest = hashlib.sha256(token.read_bytes().strip()).hexdigest()
+        tokens = private(self.folder / "tokens", f"test {digest}\n")
+        roles = private(self.folder / "roles", "trainer * token:test\nmember nodes cert:gpu1\nmember pool cert:gpu2\n")
+        for host, address, name in zip(self.hosts, self.addresses, ("gpu1", "gpu2")):
+            certificate, key = authority.issue(name, host.address)
+            self.start_service(host, address, [
+                f"--tls-cert={certificate}", f"--tls-key={key}", f"--tls-client-ca={authority.certificate}",
+                f"--roles-file={roles}", f"--tokens-file={tokens}"])
+        credentials = {"BALLAST_TLS_CA": str(authority.certificate), "BALLAST_TOKEN_FILE": str(token)}
+        pool = ",".join(self.addresses[::-1])
+        results = self.run_on(self.hosts, "None", "node", pool, self.addresses[0], environment=credentials).results()
+        for service, shares_memory in (("None", True), ("node", True), (pool, False)):
+            self.assert_spread(results[service], results[self.addresses[0]], shares_memory=shares_memory,
+                               is_open=[False] * 2)
+        moved = self.run_on(self.hosts[::-1], "node", self.addresses[0], environment=credentials).results()
+        self.assert_spread(moved["node"], moved[self.addresses[0]], shares_memory=False, is_open=[False] * 2)
 
 
 if __name__ == "__main__":

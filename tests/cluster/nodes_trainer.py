@@ -4,12 +4,26 @@ services that it is given; "None" is none."""
 import argparse
 import hashlib
 import json
+import os
 import pathlib
+import unittest.mock
 
 import torch
 import torch.distributed as dist
 
 import ballast.torch
+
+
+def is_open(address):
+    """Whether it lets those in who have no credentials."""
+    with unittest.mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("BALLAST_")]:
+            del os.environ[name]
+        try:
+            ballast.connect(address, timeout=5)
+        except ballast.UnavailableError:
+            return False
+        return True
 
 
 def train(service, steps):
@@ -19,7 +33,7 @@ def train(service, steps):
     if service == "None":
         optimizer, begin = ballast.torch.AdamW(model.parameters(), lr=0.02), 0
     else:
-        job = "nodes" if service == "node" else "alone"
+        job = {"node": "nodes"}.get(service, "pool" if "," in service else "alone")
         optimizer = ballast.torch.AdamW(model.parameters(), lr=0.02, service=service, job=job)
         begin = optimizer.attach(create=True)
     for step in range(begin, begin + steps):
@@ -27,10 +41,12 @@ def train(service, steps):
         model(torch.randn(5, 40)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    session = optimizer._binding.member.session
+    member = optimizer._binding.member
+    job = member.client.job(member.session.job.name)
+    members = [each["address"] for each in job["members"]]
     values = [*model.parameters(), *(optimizer.state[parameter]["exp_avg"] for parameter in model.parameters())]
-    facts = {"members": list(session.job.members), "homes": list(session.job.homes),
-             "shares_memory": session.shares_memory}
+    facts = {"members": members, "homes": job["homes"], "shares_memory": member.session.shares_memory,
+             "is_open": [is_open(address) for address in members]}
     optimizer.close()
     state = hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in values))
     return facts | {"step": begin + steps, "state": state.hexdigest()}

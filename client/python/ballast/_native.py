@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence, Union
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 9
+API_VERSION = 10
 OK = 0
 DEADLINE_EXCEEDED = 4
 Services = Union[str, Sequence[str]]  # An address, several with commas between, or a list or tuple of them.
@@ -145,6 +145,7 @@ _FUNCTIONS = {
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
     "ballast_undo": [c.c_void_p, c.POINTER(c.c_uint64)],
+    "ballast_make_identity": [c.c_char_p, c.POINTER(c.c_char_p), c.POINTER(c.c_char_p)],
     "ballast_call": [c.POINTER(Options), c.c_char_p, c.c_char_p, c.POINTER(c.c_char_p)],
     "ballast_read_state": [c.POINTER(Options), c.c_char_p, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
                            c.POINTER(c.c_int64)],
@@ -206,6 +207,13 @@ def call_service(options: Options, method: str, request: dict[str, Any]) -> Any:
     answer = c.c_char_p()
     call("ballast_call", c.byref(options), method.encode(), json.dumps(request).encode(), c.byref(answer))
     return json.loads(answer.value)
+
+
+def make_identity(host: str) -> tuple[str, str]:
+    """A certificate, and its key, of a service that is reached at this IP address."""
+    certificate, key = c.c_char_p(), c.c_char_p()
+    call("ballast_make_identity", host.encode(), c.byref(certificate), c.byref(key))
+    return certificate.value.decode(), key.value.decode()
 
 
 def services_of(service: Services) -> str:

@@ -15,14 +15,18 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
-from . import _files
+from . import _files, _native
 from .errors import BallastError, UnavailableError
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _PREFIX, _LOCK = "ballast-service-", "lock"  # The folder's prefix, and a file in it.
-_FILES = (_LOCK, "lock.new", "socket", "address", "ballastd.log")  # The only files in it.
+_CERTIFICATE, _KEY, _TRUSTED = "certificate.pem", "key.pem", "trusted.pem"
+_FILES = (_LOCK, "lock.new", "socket", "address", "ballastd.log", _CERTIFICATE, _KEY, _TRUSTED,
+          f"{_TRUSTED}.new")  # The only files in it.
+Exchange = Callable[[str], list[str]]  # From a certificate, PEM, to those that are trusted.
 # From SIGTERM to its end: ballastd's time for a step in progress, plus a margin.
 _STOP_SECONDS = 15
 
@@ -50,6 +54,18 @@ def _remove_left_folders() -> None:
                 folder.rmdir()
 
 
+def _write_private(path: pathlib.Path, text: str) -> None:
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+
+
+def tls_files(address: str) -> dict[str, str]:
+    """Of the service at this unix socket, if it was started with a host: credentials for this user's calls to it and to
+    all services that it trusts, which trust it."""
+    folder = pathlib.Path(address.removeprefix("unix:")).parent
+    return {"tls_ca": str(folder / _TRUSTED), "tls_cert": str(folder / _CERTIFICATE), "tls_key": str(folder / _KEY)}
+
+
 class Service:
     """Starts `ballastd` on a unix socket that only this user reaches. The service ends with `stop`, with the
     process, or at the end of a `with` block. Without checkpoint_dir its state is lost then.
@@ -60,15 +76,16 @@ class Service:
     memory_limit: for all jobs together, for example "8GiB". threads: for updates; 0: one for each usable processor.
     checkpoint_dir: where jobs are saved: when the service ends, every `checkpoint_every` ("1000steps", "10min"), and
     with every `state_dict` of their optimizers. The service keeps checkpoint_keep scheduled checkpoints of each job.
-    It keeps all requested ones, or checkpoint_keep_asked of them, if that is not 0. host: an address of this host, at
-    which the service also listens over TCP, so that it can hold jobs together with services on other hosts. That is
-    neither encrypted nor authenticated: everybody who reaches it may do everything. If the service does not start
-    within start_timeout seconds: UnavailableError with the last line of its log."""
+    It keeps all requested ones, or checkpoint_keep_asked of them, if that is not 0. host: an IP address of this host, at
+    which the service also listens over TCP, so that it can hold jobs together with services on other hosts. There it
+    has TLS, with a key of its own. Only those connect whose certificates `exchange` returns; it gets this service's
+    before the service starts. If the service does not start within start_timeout seconds: UnavailableError with the
+    last line of its log."""
 
     def __init__(self, *, memory_limit: str | None = None, threads: int = 0,
                  checkpoint_dir: str | os.PathLike | None = None, checkpoint_every: str | None = None,
                  checkpoint_keep: int = 3, checkpoint_keep_asked: int = 0, host: str | None = None,
-                 start_timeout: float = 30.0):
+                 exchange: Exchange = lambda own: [own], start_timeout: float = 30.0):
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
         program = _files.program("ballastd")
@@ -82,8 +99,6 @@ class Service:
             listen += f",[{host}]:0" if ":" in host else f",{host}:0"
         flags = [f"--listen={listen}", f"--port-file={port_file}", "--nostartup-benchmark", "--log-level=warning",
                  f"--threads={threads}"]
-        if host is not None:
-            flags.append("--insecure")
         if memory_limit is not None:
             flags.append(f"--memory-limit={memory_limit}")
         if checkpoint_dir is not None:
@@ -94,6 +109,8 @@ class Service:
         with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # The child inherits it, so it lasts as long as the child lives.
             os.rename(lock.name, self._folder / _LOCK)
+            if host is not None:
+                flags += self._identify(host, exchange)
             # A separate process group: Ctrl-C is for the script, which may still want to save.
             self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                              pass_fds=[lock.fileno()], start_new_session=True,
@@ -112,6 +129,29 @@ class Service:
             time.sleep(0.005)
         self.address = written.split()[0]
         self.address_for_others = written.split()[1] if host is not None else ""  # "HOST:PORT".
+
+    def _identify(self, host: str, exchange: Exchange) -> list[str]:
+        """The flags of TLS. Their files are there when the service starts."""
+        try:
+            certificate, key = _native.make_identity(host.partition("%")[0])
+            _write_private(self._folder / _KEY, key)
+            _write_private(self._folder / _CERTIFICATE, certificate)
+            self.trust(exchange)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        files = tls_files(f"unix:{self._folder / 'socket'}")
+        return [f"--tls-cert={files['tls_cert']}", f"--tls-key={files['tls_key']}", f"--tls-client-ca={files['tls_ca']}"]
+
+    def trust(self, exchange: Exchange) -> None:
+        """With a host: from now on also those connect whose certificates `exchange` returns; a running service needs
+        some seconds for that."""
+        trusted, new = self._folder / _TRUSTED, self._folder / f"{_TRUSTED}.new"
+        known = trusted.read_text() if trusted.exists() else ""
+        more = [other for other in exchange((self._folder / _CERTIFICATE).read_text()) if other not in known]
+        if more:
+            _write_private(new, known + "".join(more))
+            os.rename(new, trusted)
 
     @property
     def pid(self) -> int:

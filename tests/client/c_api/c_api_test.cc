@@ -690,6 +690,17 @@ TEST_F(CApi, TheTrainersStateComesBack) {
   EXPECT_FALSE(again.Info().awaiting_weights);
 }
 
+TEST_F(CApi, MakesAnIdentityOfAnAddress) {
+  const char* certificate = nullptr;
+  const char* key = nullptr;
+  ASSERT_EQ(ballast_make_identity("10.77.0.1", &certificate, &key), BALLAST_OK);
+  EXPECT_THAT(certificate, testing::StartsWith("-----BEGIN CERTIFICATE-----\n"));
+  EXPECT_THAT(key, testing::StartsWith("-----BEGIN PRIVATE KEY-----\n"));
+  EXPECT_TRUE(Refused(ballast_make_identity("gpu1", &certificate, &key), BALLAST_INVALID_ARGUMENT));
+  EXPECT_TRUE(
+      Refused(ballast_make_identity(nullptr, &certificate, &key), BALLAST_INVALID_ARGUMENT));
+}
+
 // ---------------------------------------------------------------- bad input
 
 TEST_F(CApi, RefusesWhatCannotBe) {

@@ -191,10 +191,10 @@ class Member:
         else:
             self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters],
                                  [not p.frozen for p in job.parameters])
-        address, job = self._home(job)
+        address, job, self._credentials = self._home(job)
         self.name = job.name
         self.client = Client(job.lead(self.rank, address), options.timeout, wait=min(30.0, options.timeout),
-                             **options.credentials)
+                             **self._credentials)
         places = [place.data_ptr() for place in self.places.places]
         uid, origin = self._origin(begin, job, places, or_nothing=moments is not None)
         if begin.resume is None and moments is not None and not self.from_first("begins with moments", lambda: may_begin(
@@ -208,7 +208,7 @@ class Member:
             derive_from_uid=origin.uid or None, derive_from_checkpoint=origin.checkpoint or None,
             timeout=options.timeout, reconnect_timeout=options.reconnect_timeout,
             while_waiting=functools.partial(_listen, self.peers, kept.service),
-            memory=self.places.places, **options.credentials)
+            memory=self.places.places, **self._credentials)
         first = ([], {"master": [local(parameter) for parameter in self.parameters]})
         if begin.resume is None and moments is not None:
             first = gather(job, self.parameters, [moments[id(parameter)] for parameter in self.parameters])
@@ -247,21 +247,21 @@ class Member:
                    update_mode=options.update, max_micro_steps=1, mesh=mesh,
                    keep_previous=options.keep_previous, on_abort=options.on_abort)
 
-    def _home(self, job: Job) -> tuple[str, Job]:
-        """Where this rank reaches its home, and the job with its members. A job on services of this run may get
-        another name."""
-        options = self.options
+    def _home(self, job: Job) -> tuple[str, Job, dict[str, str | None]]:
+        """Where this rank reaches its home, the job with its members, and the credentials for all of them. A job on
+        services of this run may get another name."""
+        options, credentials = self.options, self.options.credentials
         if options.service == NODE:
-            return lasting(job, self.rank, self.peers, functools.partial(
-                Client, timeout=options.timeout, wait=min(10.0, options.timeout), **options.credentials))
+            return *lasting(job, self.rank, self.peers, functools.partial(
+                Client, timeout=options.timeout, wait=min(10.0, options.timeout), **credentials)), credentials
         if options.service is not None:
-            return options.service, job
+            return options.service, job, credentials
         return started(job, self.rank, self.peers, self.kept)
 
     def _origin(self, begin: Begin, job: Job, places: list[int], or_nothing: bool) -> tuple[str | None, Origin]:
         """Before any rank has a session: the job's uid, and its origin if it is derived. An error if the job does
         not fit `begin`."""
-        timeout, credentials = self.options.timeout, self.options.credentials
+        timeout, credentials = self.options.timeout, self._credentials
         if begin.derive is not None:
             found = self.from_first("derived from", lambda: "\n".join(dataclasses.astuple(
                 begin.derive.found(self.client, job.name, begin.checkpoint))))

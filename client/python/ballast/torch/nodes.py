@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..client import Client
 from ..errors import FailedPreconditionError, UnavailableError
+from ..service import tls_files
 from ..session import Job
 from .own_service import Kept, own_service
 from .peers import Peers
@@ -80,9 +81,9 @@ def _recorded(client: Client, job: Job, members: list[str]) -> str:
     return ""
 
 
-def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, Job]:
+def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, Job, dict[str, str]]:
     """service=None: the same on services of this run, one a node, which its first rank starts. There the job may get
-    another name."""
+    another name. Also the credentials for the services of other nodes."""
     if kept.service is not None:
         kept.service.check()
     remedy = "set MASTER_ADDR to a host's address in the network of the nodes"
@@ -90,17 +91,27 @@ def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, 
     nodes = joined(_gather(peers, "nodes", Node(socket.gethostname(), " ".join(_places_of_sockets()), own)))
     firsts = _firsts(nodes)
     _check_reach(nodes, remedy)
-    said = None
+    said, spreads = None, len(firsts) > 1
+
+    def exchange(own_certificate: str | None) -> list[str]:
+        return [each for each in peers.gather("certificates", own_certificate) if each is not None]
+
     if rank in firsts:
-        kept.service = kept.service or own_service(own if len(firsts) > 1 else None)
+        if kept.service is None:
+            kept.service = own_service(own if spreads else None, exchange)
+        elif spreads:
+            kept.service.trust(exchange)
         said = [kept.service.address, kept.service.address_for_others, kept.service.free_name(kept, job.name)]
+    elif spreads:
+        exchange(None)
     services = [said] if peers is None else peers.gather("services", said)
     name = max((services[first][2] for first in firsts), key=lambda name: (len(name), name))  # Free on all.
     if rank in firsts:
         kept.service.take_name(kept, name)
     of_rank = [services[int(node.key)] for node in nodes]
     members, homes = homes_of([node._replace(address=of[1]) for node, of in zip(nodes, of_rank)], remedy)
-    return of_rank[rank][0], dataclasses.replace(job, name=name, members=members, homes=homes)
+    return (of_rank[rank][0], dataclasses.replace(job, name=name, members=members, homes=homes),
+            tls_files(of_rank[rank][0]) if spreads else {})
 
 
 def _gather(peers: Peers | None, what: str, node: Node) -> list[Node]:

@@ -8,17 +8,17 @@ import threading
 import weakref
 
 from ..errors import UnavailableError
-from ..service import Service
+from ..service import Exchange, Service
 
 _lock = threading.Lock()
 _living: dict[str | None, weakref.ref[OwnService]] = {}  # By host.
 
 
 class OwnService:
-    """Ends with its last user. host: see Service."""
+    """Ends with its last user. host, exchange: see Service."""
 
-    def __init__(self, host: str | None):
-        self._service, self._owner = Service(host=host), os.getpid()
+    def __init__(self, host: str | None, exchange: Exchange):
+        self._service, self._owner = Service(host=host, exchange=exchange), os.getpid()
         self._jobs: weakref.WeakValueDictionary[str, Kept] = weakref.WeakValueDictionary()
         self._names: set[str] = set()  # All names so far.
         weakref.finalize(self, self._service.stop).atexit = False  # The service has its own atexit.
@@ -30,6 +30,9 @@ class OwnService:
     @property
     def address_for_others(self) -> str:
         return self._service.address_for_others
+
+    def trust(self, exchange: Exchange) -> None:
+        self._service.trust(exchange)
 
     @property
     def pid(self) -> int:
@@ -63,13 +66,15 @@ class OwnService:
         self._jobs[name] = kept
 
 
-def own_service(host: str | None = None) -> OwnService:
-    """The living service that listens there, or a new one. host: see Service."""
+def own_service(host: str | None, exchange: Exchange) -> OwnService:
+    """The living service that listens there, or a new one. host, exchange: see Service."""
     with _lock:
         service = _living[host]() if host in _living else None
         if service is None or not service.is_here:
-            service = OwnService(host)
+            service = OwnService(host, exchange)
             _living[host] = weakref.ref(service)
+        elif host is not None:
+            service.trust(exchange)
         return service
 
 
