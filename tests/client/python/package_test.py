@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "tests/support")]
 
 import ballast  # noqa: E402
 import processes  # noqa: E402
+from ballast.service import tls_files  # noqa: E402
 from certificates import Authority, Guarded  # noqa: E402
 from messages import refused  # noqa: E402
 
@@ -442,6 +443,31 @@ class Package(unittest.TestCase):
     def test_a_service_that_cannot_start_says_why(self):
         with refused(self, ballast.UnavailableError):
             ballast.Service(memory_limit="much")
+
+    def test_a_service_with_a_host_admits_those_whom_it_trusts(self):
+        certificates = []
+
+        def exchange(own):
+            certificates.append(own)
+            return certificates
+
+        def lets_in(one, other):
+            try:
+                ballast.connect(one.address_for_others, timeout=2, **tls_files(other.address))
+            except ballast.UnavailableError:
+                return False
+            return True
+
+        with ballast.Service(memory_limit="1MiB", host="127.0.0.1", exchange=exchange) as first, \
+                ballast.Service(memory_limit="1MiB", host="127.0.0.1", exchange=exchange) as second:
+            self.assertTrue(lets_in(first, first))
+            self.assertTrue(lets_in(second, second))
+            self.assertFalse(lets_in(first, second))  # It started before it could know of the second.
+            first.trust(lambda own: certificates)
+            processes.await_("its trust", lambda: lets_in(first, second))
+            self.assertTrue(lets_in(second, first))
+            for file in tls_files(first.address).values():
+                self.assertEqual(os.stat(file).st_mode & 0o777, 0o600)
 
     def test_a_fork_leaves_session_and_service_alone(self):
         rank = self.rank("forked")
