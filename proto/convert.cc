@@ -217,6 +217,51 @@ absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode) {
 
 absl::StatusOr<Plane> FromProto(v1::Plane plane) { return EnumFromProto<Plane>(plane, "plane"); }
 
+v1::PlaneSummary ToProto(const PlaneSummary& summary, Plane plane, bool with_sums) {
+  v1::PlaneSummary message;
+  message.set_plane(ToProto(plane));
+  message.set_norm(summary.norm());
+  message.set_mean(summary.mean());
+  message.set_min(summary.min);
+  message.set_max(summary.max);
+  message.set_zeros(summary.zeros);
+  message.set_non_finite(summary.non_finite);
+  message.mutable_magnitude_histogram()->Add(summary.magnitude_histogram.begin(),
+                                             summary.magnitude_histogram.end());
+  if (!with_sums) return message;
+  const auto add = [](const ExactSum& sum, google::protobuf::RepeatedField<uint64_t>& words) {
+    words.Add(sum.words().begin(), sum.words().end());
+  };
+  add(summary.squares, *message.mutable_sums()->mutable_squares());
+  add(summary.positive, *message.mutable_sums()->mutable_positive());
+  add(summary.negative, *message.mutable_sums()->mutable_negative());
+  return message;
+}
+
+absl::StatusOr<PlaneSummary> FromProto(const v1::PlaneSummary& message) {
+  PlaneSummary summary = {.min = message.min(),
+                          .max = message.max(),
+                          .zeros = message.zeros(),
+                          .non_finite = message.non_finite()};
+  const v1::PlaneSums& sums = message.sums();
+  ExactSum::Words words;
+  for (const auto& [from, to] : {std::pair(&sums.squares(), &summary.squares),
+                                 std::pair(&sums.positive(), &summary.positive),
+                                 std::pair(&sums.negative(), &summary.negative)}) {
+    if (from->size() != static_cast<int>(words.size())) {
+      return absl::InternalError("a summary has no sums; use the same versions");
+    }
+    std::copy(from->begin(), from->end(), words.begin());
+    *to = ExactSum::FromWords(words);
+  }
+  if (message.magnitude_histogram_size() != static_cast<int>(summary.magnitude_histogram.size())) {
+    return absl::InternalError("a summary has another histogram; use the same versions");
+  }
+  std::copy(message.magnitude_histogram().begin(), message.magnitude_histogram().end(),
+            summary.magnitude_histogram.begin());
+  return summary;
+}
+
 v1::StateWrite ToProto(const StateWrite& write) {
   v1::StateWrite message;
   message.set_step(write.step);

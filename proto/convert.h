@@ -11,6 +11,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/history/rank_report.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/norm/plane_summary.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 
@@ -50,6 +51,9 @@ Message EnumToProto(Value value) {
 inline v1::Plane ToProto(Plane plane) { return EnumToProto<v1::Plane>(plane); }
 // INVALID_ARGUMENT for an unknown plane, here and below.
 absl::StatusOr<Plane> FromProto(v1::Plane plane);
+v1::PlaneSummary ToProto(const PlaneSummary& summary, Plane plane, bool with_sums);
+// One with sums. INTERNAL: it has none, or not a protocol's number of words.
+absl::StatusOr<PlaneSummary> FromProto(const v1::PlaneSummary& message);
 v1::StateWrite ToProto(const StateWrite& write);
 absl::StatusOr<StateWrite> FromProto(const v1::StateWrite& write);
 

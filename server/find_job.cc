@@ -91,10 +91,10 @@ absl::Status CheckIsHere(const Job& job, int parameter) {
 }
 
 absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller& caller,
-                                             const std::string& name) {
+                                             const std::string& name, const std::string& uid) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseParameterName(name));
   BALLAST_RETURN_IF_ERROR(caller.Check(parsed.job));
-  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, engine.FindJob(parsed.job));
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, engine.FindJob(parsed.job, uid));
   const int index = job->layout().FindParameter(parsed.child);
   if (index < 0) {
     return absl::NotFoundError(

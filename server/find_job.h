@@ -38,14 +38,11 @@ struct FoundParameter {
   const ParameterSpec& spec() const { return job->spec().layout.parameters[index]; }
   int64_t elements() const { return job->layout().place(index).elements; }
 };
-// By "jobs/JOB/parameters/PARAMETER". INVALID_ARGUMENT: another form. NOT_FOUND.
+// By "jobs/JOB/parameters/PARAMETER". INVALID_ARGUMENT: another form. NOT_FOUND, also if the job's
+// unique id is not `uid` (empty: any).
 absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller& caller,
-                                             const std::string& name);
+                                             const std::string& name, const std::string& uid = "");
 
-struct ElementRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
 // Of a trainable parameter, the elements that this member of the job has; ascending, and as few
 // ranges as possible. On one host all.
 std::vector<ElementRange> ElementsHere(const Job& job, int parameter);

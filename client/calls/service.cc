@@ -172,8 +172,8 @@ absl::Status Service::CallOnce(const std::string& path, const Message& request, 
   return status.ok() ? absl::OkStatus() : Explain(status);
 }
 
-absl::Status Service::Call(const std::string& method, const Message& request, Message& response,
-                           Repeat repeat) {
+absl::Status Service::CallHere(const std::string& method, const Message& request, Message& response,
+                               Repeat repeat) {
   BALLAST_ASSIGN_OR_RETURN(const MethodDescriptor* found, FindMethod(method));
   const bool repeats = repeat == Repeat::kYes ||
                        found->options().idempotency_level() == MethodOptions::NO_SIDE_EFFECTS;
@@ -182,6 +182,37 @@ absl::Status Service::Call(const std::string& method, const Message& request, Me
     return repeats ? WhileItMayHeal(once) : once();
   };
   return Suggest(CallAllPages(call, request, response), TextOf(request, "name"));
+}
+
+absl::Status Service::Call(const std::string& method, const Message& request, Message& response,
+                           Repeat repeat) {
+  const absl::Status called = CallHere(method, request, response, repeat);
+  if (ReasonOf(called) == reason::kOtherMemberLeads) {
+    return CallLead(method, request, response, repeat);
+  }
+  // SummarizeState is the only unary call with this reason.
+  if (ReasonOf(called) != reason::kOtherMembersHaveParts) return called;
+  v1::SummarizeStateRequest asked;
+  asked.CopyFrom(request);
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob(proto::JobOf(asked.name()), false));
+  BALLAST_ASSIGN_OR_RETURN(MemberReads members, ReadsOf(job));
+  return WhileItMayHeal([&]() -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(const v1::StateSummary summary, members.Summarize(asked));
+    response.CopyFrom(summary);
+    return absl::OkStatus();
+  });
+}
+
+absl::Status Service::CallLead(const std::string& method, const Message& request, Message& response,
+                               Repeat repeat) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob(proto::JobOf(TextOf(request, "name")), false));
+  if (job.homes().empty() || job.homes(0) < 0 || job.homes(0) >= job.members_size()) {
+    return absl::InternalError(absl::StrCat("the service at ", address_, " names no lead"));
+  }
+  const std::string& address = job.members(job.homes(0)).address();
+  BALLAST_ASSIGN_OR_RETURN(auto channel, NewChannel(address, credentials_));
+  Service lead(address, std::move(channel), credentials_, timeout_, wait_, clock_);
+  return lead.CallHere(method, request, response, repeat);
 }
 
 absl::StatusOr<std::string> Service::CallJson(const std::string& method,
@@ -199,6 +230,14 @@ absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parame
   request.set_name(proto::JobName(job));
   request.set_with_parameters(with_parameters);
   return Call<v1::Job>("JobService/GetJob", request);
+}
+
+absl::StatusOr<v1::Job> Service::GetJobOfAll(const std::string& job) {
+  BALLAST_ASSIGN_OR_RETURN(v1::Job found, GetJob(job, /*with_parameters=*/false));
+  if (found.members().empty() || found.phase() == v1::CREATING) return found;
+  BALLAST_ASSIGN_OR_RETURN(const MemberReads members, ReadsOf(found));
+  members.Complete(found);
+  return found;
 }
 
 absl::Status Service::Suggest(const absl::Status& status, const std::string& name) {
@@ -245,15 +284,23 @@ absl::Status Service::ReadState(
                                     request.name());
   if (ReasonOf(read) != reason::kOtherMembersHaveParts) return read;
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob(proto::JobOf(request.name()), false));
-  MemberChannels channels;
-  for (const v1::JobMember& member : job.members()) {
-    BALLAST_ASSIGN_OR_RETURN(channels[member.address()],
-                             NewChannel(member.address(), credentials_));
-  }
+  BALLAST_ASSIGN_OR_RETURN(MemberReads members, ReadsOf(job));
   return WhileItMayHeal([&]() -> absl::Status {
     begin();
-    return ReadFromMembers(channels, timeout_, request, receive);
+    return members.Read(request, receive);
   });
+}
+
+absl::StatusOr<MemberReads> Service::ReadsOf(const v1::Job& job) const {
+  std::vector<MemberReads::Member> members;
+  for (const v1::JobMember& member : job.members()) {
+    // The service that was asked may be reached by another address than the other members use.
+    const bool is_asked = static_cast<int>(members.size()) == job.answering_member();
+    members.push_back({member.address(), channel_});
+    if (is_asked) continue;
+    BALLAST_ASSIGN_OR_RETURN(members.back().channel, NewChannel(member.address(), credentials_));
+  }
+  return MemberReads(std::move(members), job.uid(), credentials_, timeout_, clock_);
 }
 
 absl::StatusOr<v1::WriteStateResponse> Service::WriteState(

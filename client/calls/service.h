@@ -19,6 +19,7 @@
 #include "ballast/v1/diagnostics.pb.h"
 #include "ballast/v1/jobs.pb.h"
 #include "ballast/v1/state.pb.h"
+#include "client/calls/member_reads.h"
 #include "client/credentials.h"
 #include "client/transport/clock.h"
 #include "client/transport/connection.h"
@@ -37,7 +38,8 @@ class Service {
   // for this request.
   enum class Repeat : uint8_t { kAsTheProtocolSays, kYes };
   // A unary call: Call("JobService/GetJob", request, response). A list returns all pages. If a job,
-  // a group or a parameter is not found, the error has similar names.
+  // a group or a parameter is not found, the error has similar names. What only the lead of a job's
+  // members does is called there; a summary is put together from all members.
   absl::Status Call(const std::string& method, const google::protobuf::Message& request,
                     google::protobuf::Message& response,
                     Repeat repeat = Repeat::kAsTheProtocolSays);
@@ -52,6 +54,8 @@ class Service {
   absl::StatusOr<std::string> CallJson(const std::string& method, absl::string_view request);
 
   absl::StatusOr<v1::Job> GetJob(const std::string& job, bool with_parameters);
+  // The same; of a job with several members with the ranks of all, and what its lead knows of them.
+  absl::StatusOr<v1::Job> GetJobOfAll(const std::string& job);
   // Calls `begin`, and `receive` for each part of a plane, in order; its first error ends the call.
   // If the service goes away and comes back within `wait` of the call's begin, everything is
   // repeated.
@@ -69,6 +73,12 @@ class Service {
   const std::string& address() const { return address_; }
 
  private:
+  absl::Status CallHere(const std::string& method, const google::protobuf::Message& request,
+                        google::protobuf::Message& response, Repeat repeat);
+  absl::Status CallLead(const std::string& method, const google::protobuf::Message& request,
+                        google::protobuf::Message& response, Repeat repeat);
+  // From the job's members.
+  absl::StatusOr<MemberReads> ReadsOf(const v1::Job& job) const;
   // Before a call: UNAVAILABLE if the peer is silent.
   absl::Status Connect();
   absl::Status CallOnce(const std::string& path, const google::protobuf::Message& request,

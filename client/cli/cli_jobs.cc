@@ -27,7 +27,7 @@ absl::StatusOr<Action> PrepareJobs(const Arguments& arguments) {
 absl::StatusOr<Action> PrepareJob(const Arguments& arguments) {
   return
       [job = arguments.positional(0)](Service& service, bool json) -> absl::StatusOr<std::string> {
-        BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
+        BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJobOfAll(job));
         return json ? proto::ToJson(response) : JobText(response);
       };
 }
@@ -87,7 +87,7 @@ constexpr absl::Duration kLookEvery = absl::Milliseconds(50);
 absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& job) {
   const auto end = std::chrono::steady_clock::now() + kLeaving;
   while (true) {
-    BALLAST_ASSIGN_OR_RETURN(const v1::Job now, service.GetJob(job, false));
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job now, service.GetJobOfAll(job));
     const auto attached =
         std::count_if(now.ranks().begin(), now.ranks().end(),
                       [](const v1::RankProgress& rank) { return rank.attached(); });
@@ -136,7 +136,8 @@ Command JobsCommand() {
 Command JobCommand() {
   return {.spec = {.name = "job",
                    .positionals = {"JOB"},
-                   .summary = "a job's phase, each rank's progress, and the last decisions",
+                   .summary =
+                       "a job's phase, its members, each rank's progress, and the last decisions",
                    .details = "",
                    .flags = {}},
           .prepare = PrepareJob};

@@ -6,6 +6,7 @@
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/cli_print.h"
 #include "client/cli/cli_text.h"
@@ -62,7 +63,9 @@ std::string PhaseText(const v1::Job& job) {
     }
     more = absl::StrCat(step, " waits for the vote of ", RanksNamed(unvoted));
   }
-  if (!job.waits_for().empty()) more = absl::StrCat(step, " waits: ", job.waits_for());
+  if (!job.waits_for().empty()) {
+    more = absl::StrCat(job.phase() == v1::CREATING ? "it" : step, " waits: ", job.waits_for());
+  }
   if (job.phase() == v1::UPDATING) more = absl::StrCat("chunks are moving to ", step);
   if (job.phase() == v1::BROKEN) more = job.problem();
   return absl::StrCat(Name(job.phase()), more.empty() ? "" : "; ", more);
@@ -152,18 +155,15 @@ std::string ActivitiesText(const v1::Job& job) {
   return text;
 }
 
-// Ascending ranks: "0-3, 8".
-std::string RankRanges(const std::vector<int>& ranks) {
-  std::vector<std::string> ranges;
-  // The range from i on ends before `next`.
-  for (size_t i = 0, next; i < ranks.size(); i = next) {
-    next = i + 1;
-    while (next < ranks.size() && ranks[next] == ranks[next - 1] + 1) ++next;
-    ranges.push_back(next == i + 1 ? absl::StrCat(ranks[i])
-                                   : absl::StrCat(ranks[i], "-", ranks[next - 1]));
+std::string LinkText(const v1::JobMember& member) {
+  // Only the lead has links to all.
+  if (!member.linked() && member.problem().empty()) return "-";
+  if (!member.linked() && member.seconds_without_link() > 0) {
+    return absl::StrCat("none for ", std::lround(member.seconds_without_link()),
+                        " s: ", member.problem());
   }
-  if (ranges.size() <= kRanksNamed) return absl::StrJoin(ranges, ", ");
-  return absl::StrCat(absl::StrJoin(ranges.begin(), ranges.begin() + kRanksNamed, ", "), ", ...");
+  return absl::StrCat(member.linked() ? "yes" : "-", member.problem().empty() ? "" : "; ",
+                      member.problem());
 }
 
 // Empty for a job on one service.
@@ -174,18 +174,23 @@ std::string MembersText(const v1::Job& job) {
     const int home = job.homes(rank);
     if (home >= 0 && home < job.members_size()) ranks[home].push_back(rank);
   }
-  Table table({{"member"}, {"ranks"}, {"lead"}, {"link"}});
+  Table table({{"member"},
+               {"ranks"},
+               {"lead"},
+               {"memory", kRight},
+               {"waited for"},
+               {"round trip", kRight},
+               {"link"}});
   for (int member = 0; member < job.members_size(); ++member) {
     const bool leads = !job.homes().empty() && job.homes(0) == member;
     const v1::JobMember& shown = job.members(member);
-    // Only the lead has links to all.
-    const bool is_unknown = !shown.linked() && shown.problem().empty();
     table.Add({shown.address(), RankRanges(ranks[member]), leads ? "yes" : "",
-               is_unknown       ? "-"
-               : shown.linked() ? "yes"
-                                : absl::StrCat("none for ",
-                                               std::lround(shown.seconds_without_link()), " s: ",
-                                               shown.problem())});
+               shown.memory_bytes() > 0 ? FormatBytes(shown.memory_bytes()) : "-",
+               shown.waited_for() ? "yes" : "",
+               shown.round_trip_seconds() > 0
+                   ? absl::StrFormat("%.2f ms", shown.round_trip_seconds() * 1e3)
+                   : "-",
+               LinkText(shown)});
   }
   return absl::StrCat(table.ToString(), "\n");
 }

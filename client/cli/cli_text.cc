@@ -119,4 +119,18 @@ std::string FormatMagnitudes(absl::Span<const int64_t> counts) {
   return text;
 }
 
+std::string RankRanges(const std::vector<int>& ranks) {
+  std::vector<std::string> ranges;
+  // The range from i on ends before `next`.
+  for (size_t i = 0, next; i < ranks.size(); i = next) {
+    next = i + 1;
+    while (next < ranks.size() && ranks[next] == ranks[next - 1] + 1) ++next;
+    ranges.push_back(next == i + 1 ? absl::StrCat(ranks[i])
+                                   : absl::StrCat(ranks[i], "-", ranks[next - 1]));
+  }
+  constexpr size_t kRanksNamed = 8;
+  if (ranges.size() <= kRanksNamed) return absl::StrJoin(ranges, ", ");
+  return absl::StrCat(absl::StrJoin(ranges.begin(), ranges.begin() + kRanksNamed, ", "), ", ...");
+}
+
 }  // namespace ballast::client::cli

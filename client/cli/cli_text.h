@@ -49,6 +49,9 @@ std::string FormatMagnitudes(absl::Span<const int64_t> counts);
 // Decade `bucket` is [10^MagnitudeExponent(bucket), 10^(MagnitudeExponent(bucket) + 1)).
 int MagnitudeExponent(size_t bucket);
 
+// Ascending ranks: "0-3, 8".
+std::string RankRanges(const std::vector<int>& ranks);
+
 }  // namespace ballast::client::cli
 
 #endif  // BALLAST_CLIENT_CLI_CLI_TEXT_H_

@@ -265,11 +265,15 @@ class Job : public std::enable_shared_from_this<Job> {
   // For all code that takes part in a step.
   virtual TraceRecorder& trace() = 0;
   // ---- With several members (members/words.h)
+  // While it is created: whom that waits for, in a line; empty: no other member.
+  virtual std::string CreationWaitsFor() const = 0;
   // The lead has a link to a member, or a member to the lead, and sends words by `sink`. It replaces
   // an older one. Returns its number.
   virtual uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) = 0;
   virtual uint64_t OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) = 0;
   virtual void CloseLink(uint64_t number, const absl::Status& why) = 0;
+  // A message by a link, and its answer, took this long.
+  virtual void NoteRoundTrip(uint64_t link, double seconds) = 0;
   // For a lead that opens a link.
   virtual Follow FollowOf(int member) const = 0;
   virtual void CannotReach(int member, const absl::Status& why) = 0;

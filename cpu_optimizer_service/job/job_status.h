@@ -89,7 +89,10 @@ struct JobTraffic {
 struct MemberStatus {
   bool is_linked = false;  // True for this service itself.
   double seconds_without_link = 0;
-  std::string problem;  // Why there is no link.
+  std::string problem;            // Why there is no link.
+  bool waited_for = false;        // By a load, a save or the step.
+  int64_t memory_bytes = 0;       // Of its part; 0: unknown.
+  double round_trip_seconds = 0;  // Of a message by the link; 0: unknown.
 };
 
 // A consistent snapshot of a job.
@@ -124,6 +127,7 @@ struct JobStatus {
   std::optional<double> seconds_open;              // Since a rank began the step that is open.
   std::optional<double> seconds_since_first_seal;  // In that step; absent: no rank has sealed it.
   std::vector<RankProgress> ranks;
+  int member = 0;  // This service's, of JobSpec::members.
   std::vector<MemberStatus> members;
   std::string waits_for;  // Other members that the step waits for, in a line; empty: none.
   std::vector<SaveProgress> saves;                // Oldest first.

@@ -3,7 +3,6 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
@@ -12,13 +11,18 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/norm/plane_summary.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast {
 
 class Snapshot {
  public:
+  // Which state it is of. Parts of one state at several members agree in these.
   uint64_t step() const { return step_; }
+  Generation generation() const { return generation_; }
+  uint64_t state_writes() const { return state_writes_; }
   // The parameter's number of updates; 0 for a frozen one.
   int64_t update_count(int parameter) const { return update_counts_.at(parameter); }
   bool has_plane(int parameter, Plane plane) const;
@@ -32,24 +36,16 @@ class Snapshot {
   const Layout* layout_ = nullptr;
   std::shared_ptr<const void> keep_alive_;
   uint64_t step_ = 0;
+  Generation generation_;
+  uint64_t state_writes_ = 0;
   std::unordered_map<int, int64_t> update_counts_;
   std::unordered_map<int, ChunkPin> pins_;  // By chunk.
   std::vector<bool> amsgrad_;               // By group.
 };
 
-// Statistics of one plane, computed without copying it out.
-struct PlaneSummary {
-  double norm = 0;  // L2, of the finite elements.
-  double mean = 0;  // Of the finite elements; 0 without any.
-  double min = 0;
-  double max = 0;
-  int64_t zeros = 0;
-  int64_t non_finite = 0;
-  // Counts of |x| by decade: [i] counts 10^(i-12) <= |x| < 10^(i-11); smaller non-zero values count
-  // in the first, larger ones in the last.
-  std::array<int64_t, 16> magnitude_histogram = {};
-};
-PlaneSummary Summarize(const Snapshot& snapshot, int parameter, int64_t elements, Plane plane);
+// Statistics of these elements of a plane, computed without copying them out.
+PlaneSummary Summarize(const Snapshot& snapshot, int parameter,
+                       absl::Span<const ElementRange> ranges, Plane plane);
 
 }  // namespace ballast
 

@@ -256,7 +256,11 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
     shown.set_linked(known.is_linked);
     shown.set_seconds_without_link(known.seconds_without_link);
     shown.set_problem(known.problem);
+    shown.set_waited_for(known.waited_for);
+    shown.set_memory_bytes(known.memory_bytes);
+    shown.set_round_trip_seconds(known.round_trip_seconds);
   }
+  message.set_answering_member(status.member);
   message.set_applied_steps(status.applied_steps);
   message.set_skipped_steps(status.skipped_steps);
   message.set_coverage_complete_steps(status.coverage_complete_steps);
@@ -305,6 +309,7 @@ v1::Job CreatingMessage(const Engine& engine, const Job& job) {
   message.set_uid(job.uid());
   message.set_instance_id(engine.instance_id());
   message.set_phase(v1::CREATING);
+  message.set_waits_for(job.CreationWaitsFor());
   for (const Activity& activity : engine.ListActivities()) {
     if (activity.job == job.spec().name) *message.add_activities() = proto::ToProto(activity);
   }

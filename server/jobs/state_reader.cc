@@ -33,7 +33,8 @@ absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Ca
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.readers.Enter());
   Keep(std::move(place));
   BALLAST_ASSIGN_OR_RETURN(request_, proto::ParseRequest<v1::ReadStateRequest>(request));
-  BALLAST_ASSIGN_OR_RETURN(parameter_, FindParameter(engine, caller, request_.name()));
+  BALLAST_ASSIGN_OR_RETURN(parameter_,
+                           FindParameter(engine, caller, request_.name(), request_.uid()));
   BALLAST_ASSIGN_OR_RETURN(plane_, proto::FromProto(request_.plane()));
   if (!parameter_.spec().trainable) {
     return absl::InvalidArgumentError(
@@ -66,6 +67,8 @@ bool StateReader::Fill(v1::ReadStateResponse& message) {
   if (begun_ && !has_more) return false;
   if (!std::exchange(begun_, true)) {
     message.set_step(snapshot_.step());
+    *message.mutable_generation() = proto::ToProto(snapshot_.generation());
+    message.set_state_writes(snapshot_.state_writes());
     message.set_update_count(snapshot_.update_count(parameter_.index));
     message.mutable_shape()->Add(parameter_.spec().shape.begin(), parameter_.spec().shape.end());
   }

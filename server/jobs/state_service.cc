@@ -16,19 +16,6 @@
 namespace ballast::server {
 namespace {
 
-void AddPlane(const PlaneSummary& summary, Plane plane, v1::StateSummary& response) {
-  v1::PlaneSummary& to = *response.add_planes();
-  to.set_plane(proto::ToProto(plane));
-  to.set_norm(summary.norm);
-  to.set_mean(summary.mean);
-  to.set_min(summary.min);
-  to.set_max(summary.max);
-  to.set_zeros(summary.zeros);
-  to.set_non_finite(summary.non_finite);
-  to.mutable_magnitude_histogram()->Add(summary.magnitude_histogram.begin(),
-                                        summary.magnitude_histogram.end());
-}
-
 v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* names) {
   const CheckpointFacts& facts = found.facts;
   v1::Checkpoint to;
@@ -94,20 +81,25 @@ std::string DirectoryOf(const std::string& given, const Job& job) {
 
 }  // namespace
 
-v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot) {
+v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot,
+                           bool with_sums) {
   v1::StateSummary response;
   const JobSpec& job = parameter.job->spec();
   response.set_name(proto::ParameterName(job.name, parameter.spec().name));
   response.set_step(snapshot.step());
+  *response.mutable_generation() = proto::ToProto(snapshot.generation());
+  response.set_state_writes(snapshot.state_writes());
   response.mutable_shape()->Add(parameter.spec().shape.begin(), parameter.spec().shape.end());
   response.set_group(proto::GroupName(job.name, job.groups[parameter.spec().group].name));
   response.set_trainable(parameter.spec().trainable);
   response.set_update_count(snapshot.update_count(parameter.index));
   if (!parameter.spec().trainable) return response;
+  const std::vector<ElementRange> here = ElementsHere(*parameter.job, parameter.index);
   for (const Plane plane :
        {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq, Plane::kMaxExpAvgSq}) {
     if (!snapshot.has_plane(parameter.index, plane)) continue;
-    AddPlane(Summarize(snapshot, parameter.index, parameter.elements(), plane), plane, response);
+    *response.add_planes() =
+        proto::ToProto(Summarize(snapshot, parameter.index, here, plane), plane, with_sums);
   }
   return response;
 }
@@ -134,14 +126,15 @@ StateService::StateService(Engine& engine, const Access& access, CallPools& pool
 
 absl::Status StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(FoundParameter parameter,
-                           FindParameter(engine_, call.caller(), request.name()));
-  BALLAST_RETURN_IF_ERROR(CheckIsHere(*parameter.job, parameter.index));
+                           FindParameter(engine_, call.caller(), request.name(), request.uid()));
+  if (!request.here()) BALLAST_RETURN_IF_ERROR(CheckIsHere(*parameter.job, parameter.index));
   return call.Await<Snapshot>(
       [&](Done<Snapshot> done) {
         return parameter.job->TakeSnapshot({parameter.index}, std::move(done));
       },
-      [parameter](const Snapshot& snapshot) -> absl::StatusOr<v1::StateSummary> {
-        return SummaryOf(parameter, snapshot);
+      [parameter,
+       here = request.here()](const Snapshot& snapshot) -> absl::StatusOr<v1::StateSummary> {
+        return SummaryOf(parameter, snapshot, /*with_sums=*/here);
       });
 }
 

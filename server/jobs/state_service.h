@@ -11,8 +11,9 @@
 
 namespace ballast::server {
 
-// The snapshot is of the parameter. Reads all of it.
-v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot);
+// The snapshot is of the parameter. Reads all of it that is here.
+v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot,
+                           bool with_sums = false);
 
 // Thread-safe. The engine, the access, the pools and the paths outlive its calls.
 class StateService final : public RawService<v1::StateService> {

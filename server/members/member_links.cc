@@ -3,6 +3,8 @@
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/client_callback.h>
 #include <spdlog/spdlog.h>
 
@@ -34,6 +36,10 @@ constexpr std::chrono::milliseconds kFirstPause{50};
 constexpr std::chrono::milliseconds kLongestPause{1000};
 // How long a link may take to end by itself.
 constexpr std::chrono::seconds kHangUpTimeout{5};
+// How often the round trip of a link is measured: by a call that every service answers at once.
+constexpr std::chrono::seconds kMeasureEvery{2};
+constexpr std::chrono::seconds kMeasureTimeout{10};
+constexpr char kMeasureBy[] = "/grpc.health.v1.Health/Check";
 
 }  // namespace
 
@@ -57,6 +63,22 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
     const std::shared_ptr<Job> job = job_.lock();
     job != nullptr ? Open(*job) : Close();
   }
+  void MeasureIfDue() {
+    std::shared_ptr<Measure> measure;
+    {
+      MutexLock lock(mutex_);
+      if (call_ == nullptr || !call_->is_answered || is_measuring_) return;
+      if (hangs_up_ || Clock::now() < measure_due_) return;
+      measure = measure_ = std::make_shared<Measure>(call_);
+      is_measuring_ = true;
+      measure_due_ = Clock::now() + kMeasureEvery;
+    }
+    // gRPC keeps no reference to it.
+    measure->stub.UnaryCall(&measure->context, kMeasureBy, {}, &measure->request,
+                            &measure->response, [measure = measure.get()](grpc::Status status) {
+                              measure->call->link->Measured(*measure, status.ok());
+                            });
+  }
   void HangUp() {
     std::shared_ptr<Call> call;
     {
@@ -76,12 +98,12 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
   }
   void AwaitEnd() {
     MutexLock lock(mutex_);
-    while (is_open_) ended_.Wait(mutex_);
+    while (is_open_ || is_measuring_) ended_.Wait(mutex_);
   }
   // It has ended for good. If it takes too long, it is cancelled.
   bool HasEnded() {
     MutexLock lock(mutex_);
-    if (!is_open_) return true;
+    if (!is_open_ && !is_measuring_) return true;
     if (call_ != nullptr && Clock::now() > hung_up_at_ + kHangUpTimeout) call_->context.TryCancel();
     return false;
   }
@@ -116,6 +138,40 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
     std::atomic<bool> is_answered = false;
     absl::Status wrong;
   };
+
+  // One round trip on the call's connection. gRPC uses it until it is Measured.
+  struct Measure {
+    explicit Measure(std::shared_ptr<Call> of) : call(std::move(of)), stub(call->channel) {
+      context.set_deadline(std::chrono::system_clock::now() + kMeasureTimeout);
+    }
+
+    const std::shared_ptr<Call> call;
+    grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub;
+    grpc::ClientContext context;
+    const grpc::Slice nothing;
+    grpc::ByteBuffer request = grpc::ByteBuffer(&nothing, 1);
+    grpc::ByteBuffer response;
+    const Clock::time_point begin = Clock::now();
+  };
+
+  void Measured(const Measure& measure, bool ok) {
+    const std::chrono::duration<double> took = Clock::now() - measure.begin;
+    // Not on one of gRPC's own threads, as Ended says.
+    links_.threads_.Run([self = shared_from_this(), ok, took] {
+      std::shared_ptr<Measure> measured;
+      {
+        MutexLock lock(self->mutex_);
+        measured = std::move(self->measure_);
+      }
+      if (const std::shared_ptr<Job> job = self->job_.lock(); ok && job != nullptr) {
+        job->NoteRoundTrip(*measured->call->number, took.count());
+      }
+      measured.reset();
+      MutexLock lock(self->mutex_);
+      self->is_measuring_ = false;
+      self->ended_.NotifyAll();
+    });
+  }
 
   void Open(Job& job) {
     std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
@@ -172,6 +228,7 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
     {
       MutexLock lock(mutex_);
       call = std::move(call_);
+      if (measure_ != nullptr) measure_->context.TryCancel();
     }
     const absl::Status why = status.ok() ? absl::UnavailableError("it has ended the link") : status;
     if (const std::shared_ptr<Job> job = job_.lock(); job != nullptr) {
@@ -210,6 +267,9 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
   Mutex mutex_;
   CondVar ended_;
   std::shared_ptr<Call> call_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<Measure> measure_ ABSL_GUARDED_BY(mutex_);
+  bool is_measuring_ ABSL_GUARDED_BY(mutex_) = false;
+  Clock::time_point measure_due_ ABSL_GUARDED_BY(mutex_);
   bool is_open_ ABSL_GUARDED_BY(mutex_) = false;
   bool hangs_up_ ABSL_GUARDED_BY(mutex_) = false;
   Clock::time_point hung_up_at_ ABSL_GUARDED_BY(mutex_);
@@ -251,7 +311,10 @@ void MemberLinks::Look() {
     for (const auto& [uid, links] : links_) all.insert(all.end(), links.begin(), links.end());
     std::erase_if(ending_, [](const auto& link) { return link->HasEnded(); });
   }
-  for (const auto& link : all) link->OpenIfDue();
+  for (const auto& link : all) {
+    link->OpenIfDue();
+    link->MeasureIfDue();
+  }
 }
 
 void MemberLinks::Stop() {

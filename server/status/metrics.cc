@@ -36,6 +36,7 @@ using Labels = std::vector<std::pair<std::string, std::string>>;
 
 // A job may have thousands of groups, each of which would be series of its own.
 constexpr size_t kMostLabelledGroups = 32;
+constexpr size_t kMostLabelledMembers = 64;
 
 const absl::Time kProgramStart = absl::Now();
 
@@ -308,6 +309,20 @@ void AddRanks(const std::string& name, const Job& job, const JobStatus& status, 
            static_cast<double>(std::ranges::count_if(status.members, [](const MemberStatus& each) {
              return !each.is_linked && !each.problem.empty();
            })));
+  for (size_t i = 0; i < std::min(status.members.size(), kMostLabelledMembers); ++i) {
+    const MemberStatus& member = status.members[i];
+    const Labels of_member = {{"job_name", name}, {"member", job.spec().members[i].address}};
+    to.Gauge("ballast_member_awaited", "1: a load, a save or the step waits for this member.",
+             of_member, member.waited_for ? 1 : 0);
+    if (member.memory_bytes > 0) {
+      to.Gauge("ballast_member_memory_bytes", "Of a member's part of a job; the lead knows all.",
+               of_member, static_cast<double>(member.memory_bytes));
+    }
+    if (member.round_trip_seconds > 0) {
+      to.Gauge("ballast_member_round_trip_seconds", "Of a message from the lead to this member.",
+               of_member, member.round_trip_seconds);
+    }
+  }
   // Those that have not sealed the open step, once another one has, or have not voted on it.
   const auto awaited = [&status](const RankProgress& rank) {
     return status.seconds_since_first_seal.has_value() &&

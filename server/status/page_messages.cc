@@ -155,7 +155,6 @@ absl::StatusOr<v1::StateSummary> SummaryMessage(std::shared_ptr<Job> job,
                                             parameter,
                                             "'; /api/parameters names those that it has"));
   }
-  BALLAST_RETURN_IF_ERROR(CheckIsHere(*job, index));
   BALLAST_ASSIGN_OR_RETURN(const Snapshot snapshot, TakeSnapshotSoon(*job, index));
   return SummaryOf({.job = std::move(job), .index = index}, snapshot);
 }

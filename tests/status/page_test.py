@@ -96,6 +96,24 @@ class Page(unittest.TestCase):
         self.see("weights and moments", "no_decay", "Nothing is known to be saved")
         self.picture("stuck")
 
+    def test_members_are_shown_with_whom_the_step_waits_for(self):
+        def rows(job):
+            return self.browser.run("return import('/job.js').then(page => { const card = page.members(arguments[0]); return card && "
+                                    "[...card.querySelectorAll('tbody tr')].map(row => [...row.children].map(cell => cell.textContent)); })", job)
+
+        self.open("/")
+        self.assertIsNone(rows({"members": [], "homes": []}))
+        unknown = {"linked": False, "seconds_without_link": 0, "problem": "", "memory_bytes": 0, "round_trip_seconds": 0, "waited_for": False}
+        self.assertEqual(rows({"answering_member": 1, "homes": [1, 0, 1, 2, 3], "members": [
+            {**unknown, "address": "a:7070", "linked": True, "memory_bytes": 2 ** 30, "round_trip_seconds": 0.00025},
+            {**unknown, "address": "b:7070", "linked": True, "memory_bytes": 2 ** 30},
+            {**unknown, "address": "c:7070", "seconds_without_link": 12, "problem": "nothing listens there", "waited_for": True},
+            {**unknown, "address": "d:7070"}]}), [
+                ["a:7070", "1", "", "1.00 GiB", "linked", "250 µs", ""],
+                ["b:7070", "2", "leads", "1.00 GiB", "this service", "–", ""],
+                ["c:7070", "1", "", "–", "none for 12 s: nothing listens there", "–", "awaited"],
+                ["d:7070", "1", "", "–", "–", "–", ""]])
+
     def test_a_job_shows_how_much_is_saved(self):
         for said in ("in 1 checkpoint of this name", "in 2 checkpoints of this name"):
             subprocess.run([pathlib.Path(BALLASTD).with_name("ballast"), "save", "steady",

@@ -136,6 +136,7 @@ class JobImpl : public Job {
   uint64_t OpenLinkToMember(int member, std::shared_ptr<WordSink<LeadWord>> sink) override;
   uint64_t OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) override;
   void CloseLink(uint64_t number, const absl::Status& why) override;
+  void NoteRoundTrip(uint64_t link, double seconds) override;
   Follow FollowOf(int member) const override;
   void CannotReach(int member, const absl::Status& why) override;
   void HearMember(int member, uint64_t link, MemberWord word) override;
@@ -173,6 +174,7 @@ class JobImpl : public Job {
     JobCore::Lock lock(core_);
     return !core_.record.closing.empty() && !core_.record.closed;
   }
+  std::string CreationWaitsFor() const override;
   std::string WhoHasNotClosed() const;  // "member gpu3:7070"
   // For all other members.
   void TellAll(const LeadWord& word);
@@ -375,6 +377,7 @@ class JobImpl : public Job {
     bool has_stood = false;  // It was behind this lead: so it is, or what it needs is on the link.
     uint64_t report = 0;     // The number of its last one.
     NoLink no_link;
+    double round_trip_seconds = 0;  // 0: unknown.
   };
   // At another member.
   struct LeadLink {
@@ -397,14 +400,16 @@ class JobImpl : public Job {
   struct Awaited {
     uint64_t step = 0;
     std::vector<int> ranks;
-    std::string why;    // RankListener::OnWaiting.
-    Listeners waiting;  // Of ranks here.
+    std::map<int, std::string> members;  // And what is known of them, in a line.
+    std::string why;                     // RankListener::OnWaiting.
+    Listeners waiting;                   // Of ranks here.
   };
   // Of the ranks here; the lead's, of all ranks.
   Awaited AwaitedHere() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   Awaited AwaitedByAll() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  std::string WaitsFor() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  std::vector<MemberStatus> MembersNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Other members that a load, a save or the step waits for, with what is known of them.
+  std::map<int, std::string> AwaitedMembers() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AddMembers(JobStatus& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // This member's, if all of its first weights are there and may not be brought again meanwhile.
   std::optional<FirstState> FirstStateHere() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The lead begins the job, once all members have their first weights.

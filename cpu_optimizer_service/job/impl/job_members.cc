@@ -37,6 +37,13 @@ uint64_t JobImpl::OpenLinkToLead(std::shared_ptr<WordSink<MemberWord>> sink) {
   return last_link_;
 }
 
+void JobImpl::NoteRoundTrip(uint64_t link, double seconds) {
+  JobCore::Lock lock(core_);
+  for (Link& each : links_) {
+    if (each.number == link) each.round_trip_seconds = seconds;
+  }
+}
+
 void JobImpl::CloseLink(uint64_t number, const absl::Status& why) {
   const JobCore::Section section(core_);
   if (to_lead_.number == number) {

@@ -116,6 +116,12 @@ void JobImpl::EndClosing(bool here) {
   for (Done<bool>& done : std::exchange(closers_, {})) core_.Reply<bool>(std::move(done), true);
 }
 
+std::string JobImpl::CreationWaitsFor() const {
+  if (is_alone()) return "";
+  if (core_.identity.is_lead()) return seats_.WaitsFor();
+  return absl::StrCat(seats_.NameOf(spec().lead()), ", the lead, is creating the job");
+}
+
 std::string JobImpl::WhoHasNotClosed() const {
   const int member = seats_.FirstNotClosed();
   return member == -1 ? "none" : seats_.NameOf(member);

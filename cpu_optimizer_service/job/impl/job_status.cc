@@ -112,8 +112,7 @@ JobStatus JobImpl::Status() const {
   for (int rank = 0; rank < members_.table.size(); ++rank) {
     status.ranks.push_back(ProgressOf(rank));
   }
-  status.members = MembersNow();
-  status.waits_for = WaitsFor();
+  AddMembers(status);
   status.rank_memory_bytes = RankMemoryBytesNow();
   status.saves = saver_.UnderWay();
   status.save_counts = saver_.counts();

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,6 +12,16 @@
 #include "cpu_optimizer_service/job/impl/job_impl.h"
 
 namespace ballast {
+
+namespace {
+
+std::string Lines(const std::map<int, std::string>& awaited) {
+  return absl::StrJoin(awaited, "; ", [](std::string* out, const auto& member) {
+    absl::StrAppend(out, member.second);
+  });
+}
+
+}  // namespace
 
 std::string JobImpl::NoLink::Of(absl::string_view who) const {
   if (!since.has_value()) return absl::StrCat(who, " has not reported the step");
@@ -47,12 +59,12 @@ JobImpl::Awaited JobImpl::AwaitedHere() const {
 
 JobImpl::Awaited JobImpl::AwaitedByAll() const {
   Awaited awaited = AwaitedHere();
-  std::vector<std::string> why;
   if (is_alone()) return awaited;
   if (!core_.identity.is_lead()) {
     if (is_reported() && to_lead_.sink == nullptr) {
       awaited.ranks = spec().RanksOf(spec().lead());
-      why.push_back(to_lead_.no_link.Of(absl::StrCat(seats_.NameOf(spec().lead()), ", the lead,")));
+      awaited.members[spec().lead()] =
+          to_lead_.no_link.Of(absl::StrCat(seats_.NameOf(spec().lead()), ", the lead,"));
     }
   } else if (first_report_.has_value() && lead_.step() == DecidedStep() + 1) {
     awaited.step = lead_.step();
@@ -62,11 +74,11 @@ JobImpl::Awaited JobImpl::AwaitedByAll() const {
       const std::vector<int> ranks = spec().RanksOf(member);
       awaited.ranks.insert(awaited.ranks.end(), ranks.begin(), ranks.end());
       if (member != core_.identity.member)
-        why.push_back(links_[member].no_link.Of(seats_.NameOf(member)));
+        awaited.members[member] = links_[member].no_link.Of(seats_.NameOf(member));
     }
     std::sort(awaited.ranks.begin(), awaited.ranks.end());
   }
-  awaited.why = absl::StrJoin(why, "; ");
+  awaited.why = Lines(awaited.members);
   return awaited;
 }
 
@@ -111,42 +123,48 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   return seconds;
 }
 
-std::string JobImpl::WaitsFor() const {
+std::map<int, std::string> JobImpl::AwaitedMembers() const {
+  std::map<int, std::string> awaited;
   if (loader_.awaits_others()) {
-    std::vector<std::string> who;
     for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
       if (member == core_.identity.member || links_[member].stands.loads == core_.record.loads) {
         continue;
       }
       const bool is_linked = links_[member].sink != nullptr;
-      who.push_back(is_linked ? absl::StrCat(seats_.NameOf(member), " has not loaded its part")
-                              : links_[member].no_link.Of(seats_.NameOf(member)));
+      awaited[member] = is_linked ? absl::StrCat(seats_.NameOf(member), " has not loaded its part")
+                                  : links_[member].no_link.Of(seats_.NameOf(member));
     }
-    return absl::StrJoin(who, "; ");
+    return awaited;
   }
-  if (std::string others = tasks_.WaitsFor(); !others.empty()) return others;
+  awaited = tasks_.WaitsFor();
   const bool waits = is_reported() || first_report_.has_value();
-  if (is_alone() || !waits) return "";
-  const std::string why = AwaitedByAll().why;
-  return why.empty() && is_reported() ? to_lead_.waits : why;
+  if (!awaited.empty() || is_alone() || !waits) return awaited;
+  return AwaitedByAll().members;
 }
 
-std::vector<MemberStatus> JobImpl::MembersNow() const {
-  std::vector<MemberStatus> members;
+void JobImpl::AddMembers(JobStatus& status) const {
+  const std::map<int, std::string> awaited = AwaitedMembers();
+  // The lead has said whom it waits for itself.
+  status.waits_for = awaited.empty() && is_reported() ? to_lead_.waits : Lines(awaited);
+  status.member = core_.identity.member;
   for (int member = 0; member < static_cast<int>(spec().members.size()); ++member) {
-    const bool is_here = member == core_.identity.member;
-    // Other members have a link to the lead alone.
-    if (!core_.identity.is_lead() && member != spec().lead() && !is_here) {
-      members.emplace_back();
+    MemberStatus& known = status.members.emplace_back();
+    known.waited_for = awaited.contains(member);
+    if (member == core_.identity.member) {
+      known.is_linked = true;
+      known.memory_bytes = memory_.need.total_bytes();
       continue;
     }
+    // Other members have a link to the lead alone.
+    if (!core_.identity.is_lead() && member != spec().lead()) continue;
     const NoLink& no_link = core_.identity.is_lead() ? links_[member].no_link : to_lead_.no_link;
-    members.push_back({.is_linked = is_here || !no_link.since.has_value(),
-                       .seconds_without_link =
-                           is_here || !no_link.since.has_value() ? 0 : SecondsSince(*no_link.since),
-                       .problem = is_here ? "" : no_link.why});
+    known.is_linked = !no_link.since.has_value();
+    known.seconds_without_link = known.is_linked ? 0 : SecondsSince(*no_link.since);
+    known.problem = no_link.why;
+    if (!core_.identity.is_lead()) continue;
+    known.memory_bytes = seats_.NeededBytes(member);
+    known.round_trip_seconds = links_[member].round_trip_seconds;
   }
-  return members;
 }
 
 }  // namespace ballast

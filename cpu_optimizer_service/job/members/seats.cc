@@ -135,6 +135,27 @@ absl::Status MemberSeats::AwaitKept() {
   return lost_;
 }
 
+std::string MemberSeats::WaitsFor() const {
+  MutexLock lock(mutex_);
+  std::vector<std::string> who;
+  for (int member = 0; member < spec_.member_count(); ++member) {
+    const auto& [seat, unreachable] = members_[member];
+    if (member == spec_.lead() || (seat.has_value() && seat->state == State::kKept)) continue;
+    if (!unreachable.ok()) {
+      who.push_back(absl::StrCat(NameOf(member), " cannot be reached: ", unreachable.message()));
+    } else if (has_room_) {
+      who.push_back(absl::StrCat(NameOf(member), " is making its memory"));
+    }
+  }
+  return absl::StrJoin(who, "; ");
+}
+
+int64_t MemberSeats::NeededBytes(int member) const {
+  MutexLock lock(mutex_);
+  const std::optional<Seat>& seat = members_[member].seat;
+  return seat.has_value() ? seat->needed_bytes : 0;
+}
+
 int MemberSeats::FirstNotClosed() const {
   MutexLock lock(mutex_);
   for (int member = 0; member < spec_.member_count(); ++member) {

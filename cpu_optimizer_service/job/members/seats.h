@@ -8,7 +8,9 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_MEMBERS_SEATS_H_
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -40,6 +42,11 @@ class MemberSeats {
   // After that: waits until every member keeps its part. Otherwise the first member's error.
   // UNAVAILABLE: a link has ended meanwhile.
   absl::Status AwaitKept();
+
+  // For people: whom these wait for, in a line; empty: no other member.
+  std::string WaitsFor() const;
+  // Of its part, as it has said last; 0: unknown.
+  int64_t NeededBytes(int member) const;
 
   std::string NameOf(int member) const;  // "member gpu3:7070"
   // The first member, other than the lead, that has not said that its part is closed; -1: all have.

@@ -130,22 +130,23 @@ void MemberTasks::Link(int member) {
   }
 }
 
-std::string MemberTasks::WaitsFor() const {
+std::map<int, std::string> MemberTasks::WaitsFor() const {
   constexpr const char* kRounds[] = {"pinned its part of a save", "looked for the folder of a save",
                                      "written its part of a save", "checked its part of a load",
                                      ""};
-  std::string text;
+  std::map<int, std::string> awaited;
   for (const auto& task : tasks_) {
     MutexLock lock(task->mutex_);
     for (int member = 0; member < spec_.member_count(); ++member) {
       const Task::Member& each = task->members_[member];
       if (each.has_answered || !task->status_.ok()) continue;
+      std::string& text = awaited[member];
       absl::StrAppend(&text, text.empty() ? "" : "; ", NameOf(member), " has not ",
                       kRounds[task->word_.round()], each.lost.has_value() ? ": " : "",
                       each.lost.has_value() ? each.why_lost : "");
     }
   }
-  return text;
+  return awaited;
 }
 
 void MemberTasks::GiveUp(const absl::Status& why) {

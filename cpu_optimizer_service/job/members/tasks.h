@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,7 +38,7 @@ class MemberTasks {
    private:
     friend class MemberTasks;
     struct Member {
-      bool has_answered = true;  // Nothing has been asked yet.
+      bool has_answered = true;                                   // Nothing has been asked yet.
       std::optional<std::chrono::steady_clock::time_point> lost;  // Since when it cannot hear.
       std::string why_lost;
     };
@@ -66,8 +67,8 @@ class MemberTasks {
   void Lose(int member, const absl::Status& why);
   // Asks again what a new link's member has not answered.
   void Link(int member);
-  // Who has not answered, for people.
-  std::string WaitsFor() const;
+  // Who has not answered, with a line for people.
+  std::map<int, std::string> WaitsFor() const;
   // All end with this.
   void GiveUp(const absl::Status& why);
 

@@ -39,6 +39,8 @@ absl::StatusOr<Snapshot> StateView::SnapshotOf(absl::Span<const int> parameters,
     snapshot.update_counts_[parameter] = core_.record.update_counts[parameter];
   }
   snapshot.step_ = core_.record.committed_step;
+  snapshot.generation_ = core_.record.generation;
+  snapshot.state_writes_ = core_.record.state_writes;
   return snapshot;
 }
 

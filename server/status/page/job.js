@@ -53,6 +53,22 @@ function ranks(job) {
     table(["Rank", "State", "Chunks sent", ["Micro-steps ended"], "Still to come", "Path", "Process"], rows));
 }
 
+export function members(job) {
+  if (!job.members.length) return null;
+  const rows = job.members.map((member, i) => row([
+    element("strong", null, member.address),
+    [count(job.homes.filter((home) => home === i).length)],
+    i === job.homes[0] ? "leads" : "",
+    [member.memory_bytes ? bytes(member.memory_bytes) : "–"],
+    member.linked ? (i === job.answering_member ? "this service" : "linked")
+      : member.problem ? `none for ${seconds(member.seconds_without_link)}: ${member.problem}` : "–",
+    [member.round_trip_seconds ? seconds(member.round_trip_seconds) : "–"],
+    member.waited_for ? element("span", { class: "pill wait" }, "awaited") : "",
+  ], { class: member.waited_for ? "awaited" : null, "data-key": member.address }));
+  return card("members", "Members", "services that hold the job together",
+    table(["Member", ["Ranks"], "Lead", ["Memory"], "Link", ["Round trip"], "Step"], rows));
+}
+
 const MEMORY = [["state_bytes", "weights and moments", "updating"], ["gradient_bytes", "gradients", "gathering"],
   ["accumulator_bytes", "sums over micro-steps", "deciding"], ["speculation_bytes", "second versions", "awaiting"],
   ["previous_bytes", "previous versions", "updating"],
@@ -164,11 +180,15 @@ class Parameters {
         .map(([label, value]) => element("div", null, element("dt", null, label), element("dd", null, value))))));
     const name = bare(parameter.name);
     const elements = parameter.shape.reduce((product, size) => product * size, 1);
+    const [first] = parameter.planes; // A page asks one service, and a member of the job has a part.
+    const here = first ? first.non_finite + first.zeros + first.magnitude_histogram.reduce((sum, some) => sum + some, 0) : elements;
     this.panel.replaceChildren(
       element("h3", null, name),
       element("p", { class: "quiet small" }, `${count(elements)} elements in group ${bare(parameter.group)}, at step ${count(parameter.step)}, ` +
         `${plural(parameter.update_count, "update", "updates")}`,
         " ", element("button", { type: "button", click: () => this.choose(name) }, "Read again")),
+      here < elements ? element("p", { class: "quiet" }, `${count(here)} of them are here and shown; other members have the rest. ` +
+        "The command line tool puts all together: ballast state.") : "",
       ...(planes.length ? planes : [element("p", { class: "quiet" }, "It is frozen: the service has no state for it.")]));
   }
 }
@@ -179,6 +199,7 @@ export class JobView {
     this.name = name;
     this.head = element("div");
     this.ranks = element("section");
+    this.members = element("section", { hidden: true });
     this.memory = element("section");
     this.groups = element("section");
     this.checkpoints = element("section");
@@ -189,7 +210,7 @@ export class JobView {
   }
 
   begin() {
-    this.main.replaceChildren(this.head, this.ranks, this.steps.section,
+    this.main.replaceChildren(this.head, this.ranks, this.members, this.steps.section,
       element("div", { class: "two" }, this.memory, this.checkpoints), this.groups, this.parameters.section, this.timeline.section);
     this.parameters.load();
     this.begun = true;
@@ -206,6 +227,7 @@ export class JobView {
     await this.steps.update(job); // The head has the last step's numbers.
     morph(this.head, this.headOf(job));
     morph(this.ranks, ranks(job));
+    morph(this.members, members(job) ?? element("section", { hidden: true }));
     morph(this.memory, memory(job));
     morph(this.groups, groups(job));
     morph(this.checkpoints, checkpoints(job));

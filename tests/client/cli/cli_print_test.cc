@@ -132,20 +132,35 @@ TEST(JobText, ShowsMembersWithTheirRanks) {
   away.set_address("gpu1:7070");
   away.set_seconds_without_link(12.4);
   away.set_problem("nothing listens there");
+  away.set_waited_for(true);
   v1::JobMember& here = *job.add_members();
   here.set_address("[fd00::1]:7070");
   here.set_linked(true);
+  here.set_memory_bytes(int64_t{1} << 30);
+  here.set_round_trip_seconds(0.00025);
   for (const int home : {1, 0, 1, 1, 1, 0}) job.add_homes(home);
-  EXPECT_THAT(JobText(job),
-              HasSubstr("\nmember          ranks   lead  link\n"
-                        "gpu1:7070       1, 5          none for 12 s: nothing listens there\n"
-                        "[fd00::1]:7070  0, 2-4  yes   yes\n\n"));
+  EXPECT_THAT(
+      JobText(job),
+      HasSubstr("\nmember          ranks   lead    memory  waited for  round trip  link\n"
+                "gpu1:7070       1, 5                 -  yes                  -  none for 12 "
+                "s: nothing listens there\n"
+                "[fd00::1]:7070  0, 2-4  yes   1.00 GiB                 0.25 ms  yes\n\n"));
+  // The lead has a link to it, and the tool gets no answer.
+  away.set_linked(true);
+  EXPECT_THAT(JobText(job), HasSubstr("-  yes; nothing listens there\n"));
   // A member that does not lead knows nothing of the others.
+  away.set_linked(false);
   away.clear_problem();
-  EXPECT_THAT(JobText(job), HasSubstr("gpu1:7070       1, 5          -\n"));
+  EXPECT_THAT(JobText(job), HasSubstr("yes                  -  -\n"));
+  away.set_seconds_without_link(0);
+  away.set_problem("nothing listens there");
+  EXPECT_THAT(JobText(job), HasSubstr("-  -; nothing listens there\n"));
   job.clear_homes();
   for (int rank = 0; rank < 40; ++rank) job.add_homes(rank % 2);
   EXPECT_THAT(JobText(job), HasSubstr("gpu1:7070       0, 2, 4, 6, 8, 10, 12, 14, ...  yes"));
+  job.set_phase(v1::CREATING);
+  job.set_waits_for("member gpu1:7070 cannot be reached: nothing listens there");
+  EXPECT_THAT(JobText(job), HasSubstr("creating; it waits: member gpu1:7070 cannot be reached: "));
   job.set_phase(v1::VOTING);
   job.set_waits_for("member gpu1:7070 has not reported the step");
   EXPECT_THAT(JobText(job),

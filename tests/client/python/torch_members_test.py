@@ -106,6 +106,9 @@ class MembersTest(RanksTest):
         # A member that is asked alone finds the others.
         numpy.testing.assert_array_equal(ballast.connect(pool[1]).state("state", names[0]),
                                          alone.state("state", names[0]))
+        for name, address in itertools.product(names, pool):
+            self.assertEqual(ballast.connect(address).summary("state", name)["planes"],
+                             alone.summary("state", name)["planes"])
 
     def test_a_job_goes_back_and_to_other_services(self):
         folder = tempfile.TemporaryDirectory()

@@ -31,13 +31,13 @@ TEST(Snapshot, SummariesCountAndMeasure) {
   const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
   ASSERT_TRUE(driver.job().WriteInitialWeights(0, {piece}).value());
   const PlaneSummary summary =
-      Summarize(driver.job().TakeSnapshot({0}).value(), 0, 6, Plane::kMaster);
-  EXPECT_NEAR(summary.norm, std::sqrt(25.0025), 1e-7);
-  EXPECT_NEAR(summary.mean, -0.95 / 6, 1e-7);
+      Summarize(driver.job().TakeSnapshot({0}).value(), 0, {{0, 2}, {2, 6}}, Plane::kMaster);
+  EXPECT_NEAR(summary.norm(), std::sqrt(25.0025), 1e-7);
+  EXPECT_NEAR(summary.mean(), -0.95 / 6, 1e-7);
   EXPECT_EQ(summary.min, -4);
   EXPECT_EQ(summary.max, 3);
   EXPECT_EQ(summary.zeros, 3);
-  EXPECT_EQ(summary.non_finite, 0);  // checkpoint_test.cc has one that is not.
+  EXPECT_EQ(summary.non_finite, 0);               // checkpoint_test.cc has one that is not.
   EXPECT_EQ(summary.magnitude_histogram[12], 2);  // 1 <= |x| < 10
   EXPECT_EQ(summary.magnitude_histogram[10], 1);  // 0.01 <= |x| < 0.1
 }

@@ -493,6 +493,13 @@ TEST(JobMembers, SayWhomAStepWaitsFor) {
   EXPECT_THAT(status.waits_for, testing::HasSubstr("host0"));
   EXPECT_FALSE(status.members[0].is_linked);
   EXPECT_TRUE(status.members[2].is_linked);
+  EXPECT_EQ(status.member, 1);
+  EXPECT_TRUE(status.members[0].waited_for);
+  EXPECT_FALSE(status.members[2].waited_for);
+  for (int member = 0; member < 3; ++member) {
+    EXPECT_EQ(status.members[member].memory_bytes,
+              cluster.job(member).Status().memory.total_bytes());
+  }
   EXPECT_TRUE(cluster.job(1).SecondsSinceFirstSeal().has_value());
   cluster.AwaitWords();
   cluster.job(1).TellWaiting();
