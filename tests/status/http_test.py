@@ -57,12 +57,40 @@ class Plans(unittest.TestCase):
         self.assertIn("It does not fit: the service needs a --memory-limit of at least", too_large.stdout)
         self.assertEqual((too_large.returncode, too_large.stderr), (1, ""))
 
+    def test_each_member_is_planned(self):
+        def plan(*flags):
+            done = ballast("plan", "1B:bf16", "--json", *flags)
+            return done.returncode, json.loads(done.stdout)
+
+        alone = plan("--memory=64GiB", "--world-size=4")[1]
+        self.assertEqual(alone["members"], [])
+        code, over = plan("--memory=64GiB", "--world-size=4", "--members=a:7070,b:7070,c:7070")
+        self.assertEqual(code, 0)
+        self.assertEqual([(member["address"], member["ranks"]) for member in over["members"]],
+                         [("a:7070", [0, 1]), ("b:7070", [2]), ("c:7070", [3])])
+        self.assertEqual((over["chunks"], over["elements"], over["checkpoint_bytes"]),
+                         (alone["chunks"], alone["elements"], alone["checkpoint_bytes"]))
+        for number, option in enumerate(over["options"]):
+            of_member = [member["total_bytes"][number] for member in over["members"]]
+            self.assertAlmostEqual(sum(of_member) / alone["options"][number]["total_bytes"], 1, delta=0.02)
+            self.assertEqual(option["total_bytes"], of_member[0])  # It has twice the ranks.
+        # The second one is short, whatever the others have.
+        code, short = plan("--memory=64GiB,2GiB,64GiB", "--world-size=4", "--members=3")
+        self.assertEqual((code, {option["fits"] for option in short["options"]}), (1, {False}))
+        self.assertEqual(short["options"][0]["total_bytes"], short["members"][1]["total_bytes"][0])
+        text = ballast("plan", "1B:bf16", "--memory=64GiB,2GiB,64GiB", "--members=3").stdout
+        rows = {line.split()[0]: line for line in text.splitlines() if line and line[0].isdigit()}
+        self.assertEqual({name: "is short of" in row for name, row in rows.items()}, {"0": False, "1": True, "2": False})
+        self.assertIn("It does not fit", text)
+
     def test_what_is_no_plan(self):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write('{"nonsense": 1}')
             file.flush()
             for words, why in ((["nonsense"], "neither a size such as 7B:bf16 nor a file"), (["7B:int8"], "none of bf16, fp16, fp32"),
                                (["7B", "--memory=lots"], "such as 20GiB"), (["7B", "--memory=128"], "with its unit"), (["7B", "--world-size=0"], "whole number from 1"),
+                               (["7B", "--members=0"], "number from 1"), (["7B", "--members=a:1,a:1"], "twice"),
+                               (["7B", "--members=2", "--memory=1GiB,1GiB,1GiB"], "one for each"), (["7B", "--members=3", "--world-size=2"], "name at most 2"),
                                ([file.name], "is not a ballast.v1.Job in JSON"), (["0"], "neither a size"), (["900T"], "more than a job may have")):
                 with self.subTest(words):
                     done = ballast("plan", *words)

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -135,14 +136,16 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
 
 }  // namespace
 
-absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
+absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size,
+                                     int default_world_size) {
   BALLAST_ASSIGN_OR_RETURN(std::optional<JobSpec> sized, FromSize(text));
   absl::StatusOr<JobSpec> spec = sized.has_value() ? *std::move(sized) : FromFile(text);
   if (!spec.ok()) return spec;
   LayoutSpec& layout = spec->layout;
   // Partitions or a mesh say for how many ranks they are. Without them any number can be planned.
   if (layout.partitions.empty() && layout.mesh.empty()) {
-    if (sized.has_value() || world_size > 0) layout.world_size = std::max(1, world_size);
+    if (sized.has_value()) layout.world_size = default_world_size;
+    if (world_size > 0) layout.world_size = world_size;
     // Checked first, because groups and sizes are then taken as they are.
     BALLAST_RETURN_IF_ERROR(Annotate(CheckParameters(layout), text));
     BALLAST_RETURN_IF_ERROR(Annotate(CutInBuckets(kBucketElements, layout), text));
@@ -154,60 +157,107 @@ absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
   return spec;
 }
 
-absl::StatusOr<v1::JobPlan> MakePlan(JobSpec spec, int64_t limit_bytes) {
+namespace {
+
+// What one member of the job has, or its only service.
+struct Part {
+  v1::PlanMember member;
+  Layout layout;
+  int64_t shared_bytes = 0;
+};
+
+absl::StatusOr<std::vector<Part>> PartsOf(const JobSpec& spec, const std::vector<int64_t>& limits) {
+  const int members = spec.member_count();
+  if (limits.size() != 1 && static_cast<int>(limits.size()) != members) {
+    return absl::InvalidArgumentError(absl::StrCat(limits.size(), " sizes of memory are given for ",
+                                                   members, members == 1 ? " service" : " members",
+                                                   "; give one, or one for each"));
+  }
+  std::vector<Part> parts;
+  for (int i = 0; i < members; ++i) {
+    const std::vector<int> ranks = spec.RanksOf(i);
+    BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::CreateForRanks(spec.layout, ranks));
+    Part& part = parts.emplace_back(Part{.member = {}, .layout = std::move(layout)});
+    if (!spec.members.empty()) part.member.set_address(spec.members[i].address);
+    part.member.mutable_ranks()->Add(ranks.begin(), ranks.end());
+    part.member.set_limit_bytes(limits[limits.size() == 1 ? 0 : i]);
+    for (const int rank : ranks) {
+      part.shared_bytes += RankMemoryLayout(part.layout, spec.groups, rank).size_bytes();
+    }
+  }
+  return parts;
+}
+
+v1::PlanOption OptionOf(const JobSpec& spec, const Part& part, bool shared) {
+  const MemoryNeed need = NeedOf(spec, part.layout);
+  v1::PlanOption option;
+  option.set_update(spec.update_mode == UpdateMode::kWait ? v1::WAIT : v1::SPECULATE);
+  option.set_several_micro_steps(spec.max_micro_steps != 1);
+  option.set_shared_memory(shared);
+  option.set_state_bytes(need.state_bytes);
+  option.set_gradient_bytes(need.gradient_bytes);
+  option.set_accumulator_bytes(need.accumulator_bytes);
+  option.set_speculation_bytes(need.speculation_bytes);
+  option.set_previous_bytes(need.previous_bytes);
+  option.set_other_bytes(need.other_bytes);
+  option.set_shared_bytes(shared ? part.shared_bytes : 0);
+  option.set_total_bytes(need.total_bytes() + option.shared_bytes());
+  return option;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::JobPlan> MakePlan(JobSpec spec, const std::vector<int64_t>& limits) {
   BALLAST_RETURN_IF_ERROR(Validate(spec));
-  BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
+  BALLAST_ASSIGN_OR_RETURN(std::vector<Part> parts, PartsOf(spec, limits));
   v1::JobPlan plan;
   plan.set_parameters(static_cast<int64_t>(spec.layout.parameters.size()));
-  plan.set_chunks(static_cast<int64_t>(layout.chunks().size()));
-  plan.set_world_size(layout.world_size());
-  plan.set_limit_bytes(limit_bytes);
+  plan.set_world_size(spec.layout.world_size);
+  plan.set_limit_bytes(*std::min_element(limits.begin(), limits.end()));
   for (int p = 0; p < static_cast<int>(spec.layout.parameters.size()); ++p) {
     if (!spec.layout.parameters[p].trainable) continue;
-    plan.set_elements(plan.elements() + layout.place(p).elements);
+    plan.set_elements(plan.elements() + parts[0].layout.place(p).elements);
   }
-  int64_t shared_bytes = 0;
-  std::vector<int64_t> weights(layout.world_size());
-  for (int rank = 0; rank < layout.world_size(); ++rank) {
-    shared_bytes += RankMemoryLayout(layout, spec.groups, rank).size_bytes();
-  }
-  int64_t checkpoint_bytes = 0;
+  std::vector<int64_t> weights(spec.layout.world_size);
   const std::vector<int> planes = PlanesByGroup(spec);
-  for (const Chunk& chunk : layout.chunks()) {
-    weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
-    // A checkpoint's other contents, headers and an index, are small beside the planes.
-    checkpoint_bytes += chunk.elements * int64_t{sizeof(float)} * planes[chunk.group];
-  }
-  plan.set_checkpoint_bytes(checkpoint_bytes);
-  plan.set_largest_rank_weights_bytes(*std::max_element(weights.begin(), weights.end()));
   // NeedOf counts previous versions only for a job that keeps them, so it is asked for one that
   // does.
   JobSpec undoing = spec;
   undoing.keep_previous = true;
-  plan.set_keep_previous_bytes(NeedOf(undoing, layout).previous_bytes);
+  for (const Part& part : parts) {
+    plan.set_chunks(plan.chunks() + static_cast<int64_t>(part.layout.chunks().size()));
+    plan.set_keep_previous_bytes(
+        std::max(plan.keep_previous_bytes(), NeedOf(undoing, part.layout).previous_bytes));
+    for (const Chunk& chunk : part.layout.chunks()) {
+      weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
+      // A checkpoint's other contents, headers and an index, are small beside the planes.
+      plan.set_checkpoint_bytes(plan.checkpoint_bytes() +
+                                chunk.elements * int64_t{sizeof(float)} * planes[chunk.group]);
+    }
+  }
+  plan.set_largest_rank_weights_bytes(*std::max_element(weights.begin(), weights.end()));
   plan.set_keep_previous(spec.keep_previous);
-  for (const v1::UpdateMode update : {v1::WAIT, v1::SPECULATE}) {
+  for (const UpdateMode update : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
     for (const bool several : {false, true}) {
       for (const bool shared : {false, true}) {
-        spec.update_mode = update == v1::WAIT ? UpdateMode::kWait : UpdateMode::kSpeculate;
+        spec.update_mode = update;
         spec.max_micro_steps = several ? 0 : 1;
-        const MemoryNeed need = NeedOf(spec, layout);
-        v1::PlanOption& option = *plan.add_options();
-        option.set_update(update);
-        option.set_several_micro_steps(several);
-        option.set_shared_memory(shared);
-        option.set_state_bytes(need.state_bytes);
-        option.set_gradient_bytes(need.gradient_bytes);
-        option.set_accumulator_bytes(need.accumulator_bytes);
-        option.set_speculation_bytes(need.speculation_bytes);
-        option.set_previous_bytes(need.previous_bytes);
-        option.set_other_bytes(need.other_bytes);
-        option.set_shared_bytes(shared ? shared_bytes : 0);
-        option.set_total_bytes(need.total_bytes() + option.shared_bytes());
-        option.set_fits(option.total_bytes() <= limit_bytes);
+        v1::PlanOption& shown = *plan.add_options();
+        std::optional<int64_t> least_left;
+        for (Part& part : parts) {
+          v1::PlanOption option = OptionOf(spec, part, shared);
+          part.member.add_total_bytes(option.total_bytes());
+          const int64_t left = part.member.limit_bytes() - option.total_bytes();
+          if (least_left.has_value() && left >= *least_left) continue;
+          least_left = left;
+          shown = std::move(option);
+        }
+        shown.set_fits(*least_left >= 0);
       }
     }
   }
+  if (parts.size() == 1) return plan;
+  for (Part& part : parts) *plan.add_members() = std::move(part.member);
   return plan;
 }
 
@@ -216,13 +266,45 @@ bool FitsSomehow(const v1::JobPlan& plan) {
                      [](const v1::PlanOption& option) { return option.fits(); });
 }
 
+namespace {
+
+// On all members.
+int64_t TotalBytes(const v1::JobPlan& plan, int option) {
+  if (plan.members().empty()) return plan.options(option).total_bytes();
+  int64_t bytes = 0;
+  for (const v1::PlanMember& member : plan.members()) bytes += member.total_bytes(option);
+  return bytes;
+}
+
+std::string MembersText(const v1::JobPlan& plan) {
+  Table table({{"member"}, {"ranks"}, {"limit", kRight}, {"needs", kRight}, {"to", kRight}, {""}});
+  for (const v1::PlanMember& member : plan.members()) {
+    const auto [least, most] =
+        std::minmax_element(member.total_bytes().begin(), member.total_bytes().end());
+    const int64_t limit = member.limit_bytes();
+    table.Add({member.address(), RankRanges({member.ranks().begin(), member.ranks().end()}),
+               FormatBytes(limit), FormatBytes(*least), FormatBytes(*most),
+               *least > limit  ? absl::StrCat("is short of ", FormatBytes(*least - limit))
+               : *most > limit ? "fits with some options"
+                               : "fits"});
+  }
+  return table.ToString();
+}
+
+}  // namespace
+
 std::string PlanText(const v1::JobPlan& plan) {
   std::string text;
   absl::StrAppend(&text, FormatField("elements", FormatCount(plan.elements())),
                   FormatField("parameters", FormatCount(plan.parameters())),
                   FormatField("chunks", FormatCount(plan.chunks())),
-                  FormatField("ranks", FormatCount(plan.world_size())),
-                  FormatField("limit", FormatBytes(plan.limit_bytes())), "\n");
+                  FormatField("ranks", FormatCount(plan.world_size())));
+  if (plan.members().empty()) {
+    absl::StrAppend(&text, FormatField("limit", FormatBytes(plan.limit_bytes())));
+  } else {
+    absl::StrAppend(&text, "\n", MembersText(plan), "\nThe member with the least to spare:\n");
+  }
+  absl::StrAppend(&text, "\n");
   Table table({{"update"},
                {"micro-steps"},
                {"shared memory"},
@@ -230,13 +312,14 @@ std::string PlanText(const v1::JobPlan& plan) {
                {"bytes/element", kRight},
                {"fits"}});
   bool all = true;
-  for (const v1::PlanOption& option : plan.options()) {
+  for (int number = 0; number < plan.options_size(); ++number) {
+    const v1::PlanOption& option = plan.options(number);
     all = all && option.fits();
     table.Add(
         {Name(option.update()), option.several_micro_steps() ? "several" : "one",
          option.shared_memory() ? "yes" : "no", FormatBytes(option.total_bytes()),
          // A job may have no trainable elements at all.
-         absl::StrFormat("%.2f", static_cast<double>(option.total_bytes()) /
+         absl::StrFormat("%.2f", static_cast<double>(TotalBytes(plan, number)) /
                                      static_cast<double>(std::max<int64_t>(1, plan.elements()))),
          option.fits() ? "yes" : "no"});
   }
@@ -246,8 +329,13 @@ std::string PlanText(const v1::JobPlan& plan) {
                                         [](const v1::PlanOption& a, const v1::PlanOption& b) {
                                           return a.total_bytes() < b.total_bytes();
                                         });
-    absl::StrAppend(&text, "It does not fit: the service needs a --memory-limit of at least ",
-                    FormatBytes(least->total_bytes()), ".\n");
+    absl::StrAppend(&text,
+                    plan.members().empty()
+                        ? absl::StrCat("It does not fit: the service needs a --memory-limit of at "
+                                       "least ",
+                                       FormatBytes(least->total_bytes()))
+                        : "It does not fit: a member that is short needs a larger --memory-limit",
+                    ".\n");
   } else if (all) {
     absl::StrAppend(&text, "It fits with every option.\n");
   } else {
