@@ -4,10 +4,13 @@
 #define BALLAST_CLIENT_CALLS_MEMBER_READS_H_
 
 #include <grpcpp/channel.h>
+#include <grpcpp/support/status.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -29,6 +32,9 @@ struct StateVersion {
   bool operator==(const StateVersion&) const = default;
 };
 
+// If members are at different steps, all are asked again, for a few seconds. UNAVAILABLE: they
+// still are, or a member does not answer; the message names it. DATA_LOSS: no member has some
+// element, or two have it.
 class MemberReads {
  public:
   struct Member {
@@ -45,17 +51,13 @@ class MemberReads {
         timeout_(timeout),
         clock_(clock) {}
 
-  // If members are at different steps, all are asked again, for a few seconds. UNAVAILABLE: they
-  // still are, or a member does not answer; the message names it. DATA_LOSS: no member has some
-  // element.
-
   // Calls `receive` for each part of the whole, in order; its first error ends the call.
   absl::Status Read(const v1::ReadStateRequest& request,
                     const std::function<absl::Status(const v1::ReadStateResponse&)>& receive);
   // The same bits as of one service. Only sums travel.
   absl::StatusOr<v1::StateSummary> Summarize(const v1::SummarizeStateRequest& request);
-  // To what one member has said of the job: the ranks and the memory of the others, and what the
-  // lead knows of members. If one does not answer soon, JobMember.problem says so.
+  // Adds to what one member has said of the job: the ranks and the memory of the others, and what
+  // the lead knows of members. If one does not answer soon, JobMember.problem says so.
   void Complete(v1::Job& job) const;
 
  private:

@@ -32,6 +32,9 @@ std::string JobsText(const v1::ListJobsResponse& response) {
                FormatCount(job.applied_steps()), FormatCount(job.skipped_steps()),
                ToString(proto::FromProto(job.generation())), absl::StrCat(job.world_size()),
                FormatBytes(job.memory().total_bytes())});
+    if (!job.waits_for().empty()) {
+      absl::StrAppend(&work, proto::BareName(job.name()), " waits: ", job.waits_for(), "\n");
+    }
     for (const v1::Activity& activity : job.activities()) {
       absl::StrAppend(&work, proto::BareName(job.name()), ": ", ToLine(proto::FromProto(activity)),
                       "\n");

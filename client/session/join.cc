@@ -90,9 +90,10 @@ class CreationWatch {
         deadline_ = std::max(
             deadline_, now - absl::Seconds(making->seconds_since_progress) + options_.join_timeout);
       }
-      const std::string doing = making.has_value()       ? ToLine(*making)
-                                : job->members().empty() ? "creating the job"
-                                                         : "waiting for other members of the job";
+      const std::string doing = making.has_value() ? ToLine(*making)
+                                : job->waits_for().empty()
+                                    ? "creating the job"
+                                    : absl::StrCat("creating the job: ", job->waits_for());
       if (now >= deadline_) {
         return absl::DeadlineExceededError(absl::StrCat("the service is ", doing, "; see its log"));
       }

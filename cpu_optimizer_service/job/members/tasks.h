@@ -38,7 +38,7 @@ class MemberTasks {
    private:
     friend class MemberTasks;
     struct Member {
-      bool has_answered = true;                                   // Nothing has been asked yet.
+      bool has_answered = true;  // Nothing has been asked yet.
       std::optional<std::chrono::steady_clock::time_point> lost;  // Since when it cannot hear.
       std::string why_lost;
     };

@@ -292,6 +292,8 @@ TEST(JobText, AJobThatIsBeingCreatedHasNothingButItsProgress) {
                                            HasSubstr("making its memory: 2 of 6 GiB\n")));
   EXPECT_THAT(JobsText(list), testing::AllOf(HasSubstr("creating"),
                                              HasSubstr("gpt: making its memory: 2 of 6 GiB\n")));
+  list.mutable_jobs(0)->set_waits_for("member b:7070 is making its memory");
+  EXPECT_THAT(JobsText(list), HasSubstr(" waits: member b:7070 is making its memory\n"));
 }
 
 }  // namespace
