@@ -30,7 +30,8 @@ StateVersion VersionOf(const Message& message) {
   return {.step = message.step(),
           .epoch = message.generation().epoch(),
           .count = message.generation().count(),
-          .writes = message.state_writes()};
+          .writes = message.state_writes(),
+          .loads = message.loads()};
 }
 
 template <typename Message>
@@ -38,6 +39,10 @@ int64_t ElementsOf(const Message& message) {
   int64_t elements = 1;
   for (const int64_t size : message.shape()) elements *= size;
   return elements;
+}
+
+absl::Status HasTwice(const std::string& name, int64_t element) {
+  return absl::DataLossError(absl::StrCat("two members have element ", element, " of ", name));
 }
 
 }  // namespace
@@ -104,7 +109,7 @@ absl::Status MemberReads::WhyDifferent(const std::vector<StateVersion>& versions
     std::string where = absl::StrCat("at step ", at.step);
     if (at.step == versions[0].step && at.step == other->step) {
       absl::StrAppend(&where, " of generation ", at.epoch, ".", at.count, " behind ", at.writes,
-                      " writes of state");
+                      " writes of state and ", at.loads, " loads and undos");
     }
     return where;
   };
@@ -116,16 +121,10 @@ absl::Status MemberReads::WhyDifferent(const std::vector<StateVersion>& versions
 absl::Status MemberReads::AskForOneState(
     const std::function<absl::StatusOr<std::vector<StateVersion>>()>& ask) {
   Backoff backoff(clock_, clock_.Now() + kApart);
-  std::vector<StateVersion> before;
   while (true) {
-    BALLAST_ASSIGN_OR_RETURN(std::vector<StateVersion> versions, ask());
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<StateVersion> versions, ask());
     const absl::Status different = WhyDifferent(versions);
-    if (different.ok()) return different;
-    // While steps go on, the next answers may agree. Otherwise a member has to come up.
-    const bool goes_on =
-        versions == before ? backoff.Wait() : backoff.left() > absl::ZeroDuration();
-    if (!goes_on) return different;
-    before = std::move(versions);
+    if (different.ok() || !backoff.Wait()) return different;
   }
 }
 
@@ -160,7 +159,10 @@ absl::Status MemberReads::Read(
       while (!member->ended() && (member->next().data().empty())) {
         BALLAST_RETURN_IF_ERROR(member->Next());
       }
-      if (member->ended() || member->next().offset() != offset) continue;
+      if (member->ended()) continue;
+      if (member->next().offset() < offset)
+        return HasTwice(request.name(), member->next().offset());
+      if (member->next().offset() != offset) continue;
       v1::ReadStateResponse part;
       part.set_offset(offset);
       part.set_data(std::move(*member->next().mutable_data()));
@@ -173,6 +175,11 @@ absl::Status MemberReads::Read(
     if (!found) {
       return absl::DataLossError(
           absl::StrCat("no member has element ", offset, " of ", request.name()));
+    }
+  }
+  for (const auto& member : members) {
+    if (!member->ended() && !member->next().data().empty()) {
+      return HasTwice(request.name(), member->next().offset());
     }
   }
   return absl::OkStatus();
@@ -273,7 +280,7 @@ void MemberReads::Complete(v1::Job& job) const {
   for (int i = 0; i < static_cast<int>(answers.size()); ++i) {
     v1::JobMember& member = *job.mutable_members(i);
     if (!answers[i].ok()) {
-      if (member.problem().empty()) member.set_problem(std::string(answers[i].status().message()));
+      member.set_problem(std::string(answers[i].status().message()));
       continue;
     }
     member.set_memory_bytes(answers[i]->memory().total_bytes());

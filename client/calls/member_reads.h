@@ -29,6 +29,7 @@ struct StateVersion {
   uint64_t epoch = 0;  // Of its generation, as `count`.
   uint64_t count = 0;
   uint64_t writes = 0;
+  uint64_t loads = 0;
   bool operator==(const StateVersion&) const = default;
 };
 

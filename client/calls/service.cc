@@ -235,8 +235,15 @@ absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parame
 absl::StatusOr<v1::Job> Service::GetJobOfAll(const std::string& job) {
   BALLAST_ASSIGN_OR_RETURN(v1::Job found, GetJob(job, /*with_parameters=*/false));
   if (found.members().empty() || found.phase() == v1::CREATING) return found;
-  BALLAST_ASSIGN_OR_RETURN(const MemberReads members, ReadsOf(found));
-  members.Complete(found);
+  const absl::StatusOr<MemberReads> members = ReadsOf(found);
+  if (members.ok()) {
+    members->Complete(found);
+    return found;
+  }
+  for (int i = 0; i < found.members_size(); ++i) {
+    if (i == found.answering_member()) continue;
+    found.mutable_members(i)->set_problem(std::string(members.status().message()));
+  }
   return found;
 }
 

@@ -83,11 +83,19 @@ absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
 constexpr std::chrono::seconds kLeaving(2);
 constexpr absl::Duration kLookEvery = absl::Milliseconds(50);
 
-// FAILED_PRECONDITION: workers are attached to the job.
-absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& job) {
+// FAILED_PRECONDITION: workers are attached to the job, or may be, at a member that does not answer.
+// With `here` only those of the service that is asked count.
+absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& job, bool here) {
   const auto end = std::chrono::steady_clock::now() + kLeaving;
   while (true) {
-    BALLAST_ASSIGN_OR_RETURN(const v1::Job now, service.GetJobOfAll(job));
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job now,
+                             here ? service.GetJob(job, false) : service.GetJobOfAll(job));
+    for (const v1::JobMember& member : now.members()) {
+      if (here || member.problem().empty()) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "member ", member.address(), " of job ", job, " may have workers: ", member.problem(),
+          "; close it all the same, and lose all its state: ballast close ", job, " --force"));
+    }
     const auto attached =
         std::count_if(now.ranks().begin(), now.ranks().end(),
                       [](const v1::RankProgress& rank) { return rank.attached(); });
@@ -112,7 +120,7 @@ absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
     // The uid goes along: if another job has taken the name since that look at it, that one is not
     // closed.
     if (!force) {
-      BALLAST_ASSIGN_OR_RETURN(const std::string uid, UidOfIdleJob(service, job));
+      BALLAST_ASSIGN_OR_RETURN(const std::string uid, UidOfIdleJob(service, job, here));
       request.set_uid(uid);
     }
     BALLAST_ASSIGN_OR_RETURN(const auto response,

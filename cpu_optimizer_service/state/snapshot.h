@@ -23,6 +23,7 @@ class Snapshot {
   uint64_t step() const { return step_; }
   Generation generation() const { return generation_; }
   uint64_t state_writes() const { return state_writes_; }
+  uint64_t loads() const { return loads_; }  // And undos.
   // The parameter's number of updates; 0 for a frozen one.
   int64_t update_count(int parameter) const { return update_counts_.at(parameter); }
   bool has_plane(int parameter, Plane plane) const;
@@ -38,6 +39,7 @@ class Snapshot {
   uint64_t step_ = 0;
   Generation generation_;
   uint64_t state_writes_ = 0;
+  uint64_t loads_ = 0;
   std::unordered_map<int, int64_t> update_counts_;
   std::unordered_map<int, ChunkPin> pins_;  // By chunk.
   std::vector<bool> amsgrad_;               // By group.

@@ -69,6 +69,7 @@ bool StateReader::Fill(v1::ReadStateResponse& message) {
     message.set_step(snapshot_.step());
     *message.mutable_generation() = proto::ToProto(snapshot_.generation());
     message.set_state_writes(snapshot_.state_writes());
+    message.set_loads(snapshot_.loads());
     message.set_update_count(snapshot_.update_count(parameter_.index));
     message.mutable_shape()->Add(parameter_.spec().shape.begin(), parameter_.spec().shape.end());
   }

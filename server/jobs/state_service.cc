@@ -89,6 +89,7 @@ v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snap
   response.set_step(snapshot.step());
   *response.mutable_generation() = proto::ToProto(snapshot.generation());
   response.set_state_writes(snapshot.state_writes());
+  response.set_loads(snapshot.loads());
   response.mutable_shape()->Add(parameter.spec().shape.begin(), parameter.spec().shape.end());
   response.set_group(proto::GroupName(job.name, job.groups[parameter.spec().group].name));
   response.set_trainable(parameter.spec().trainable);

@@ -109,12 +109,16 @@ class Service:
         with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # The child inherits it, so it lasts as long as the child lives.
             os.rename(lock.name, self._folder / _LOCK)
-            if host is not None:
-                flags += self._identify(host, exchange)
-            # A separate process group: Ctrl-C is for the script, which may still want to save.
-            self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                             pass_fds=[lock.fileno()], start_new_session=True,
-                                             preexec_fn=_end_with_parent())
+            try:
+                if host is not None:
+                    flags += self._identify(host, exchange)
+                # A separate process group: Ctrl-C is for the script, which may still want to save.
+                self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                                 pass_fds=[lock.fileno()], start_new_session=True,
+                                                 preexec_fn=_end_with_parent())
+            except BaseException:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise
         atexit.register(self.stop)
         deadline = time.monotonic() + start_timeout
         while True:
@@ -132,14 +136,10 @@ class Service:
 
     def _identify(self, host: str, exchange: Exchange) -> list[str]:
         """The flags of TLS. Their files are there when the service starts."""
-        try:
-            certificate, key = _native.make_identity(host.partition("%")[0])
-            _write_private(self._folder / _KEY, key)
-            _write_private(self._folder / _CERTIFICATE, certificate)
-            self.trust(exchange)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        certificate, key = _native.make_identity(host.partition("%")[0])
+        _write_private(self._folder / _KEY, key)
+        _write_private(self._folder / _CERTIFICATE, certificate)
+        self.trust(exchange)
         files = tls_files(f"unix:{self._folder / 'socket'}")
         return [f"--tls-cert={files['tls_cert']}", f"--tls-key={files['tls_key']}", f"--tls-client-ca={files['tls_ca']}"]
 

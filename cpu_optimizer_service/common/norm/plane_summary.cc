@@ -21,7 +21,8 @@ void PlaneSummary::Add(absl::Span<const float> values) {
   PlaneSummary added;
   std::vector<double> squared, above, below;
   squared.reserve(values.size());
-  for (const double value : values) {
+  for (const float each : values) {
+    const double value = each + 0.0;  // No -0, of which min and max would go by the order.
     if (!std::isfinite(value)) {
       ++added.non_finite;
       continue;

@@ -72,8 +72,8 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
                 RaiseTo(to, std::move(why), std::move(then));
               },
           {.tasks = tasks_,
-           .have_begun = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
-                             job_lock) { return LeadOfStep().has_begun(); },
+           .check_none_has_begun =
+               [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return CheckNoneHasBegun(); },
            .have_loaded =
                [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return OthersHaveLoaded(); },
            .tell_lead = [this](uint64_t loads, const absl::Status& status)

@@ -456,6 +456,8 @@ class JobImpl : public Job {
   void TellAllDecision() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Of the last generation.
   std::string WhyRaised() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // As Loader::Others has it.
+  absl::Status CheckNoneHasBegun() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // True: the member has not heard of the last undo.
   bool TellUndo(int member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Say(MemberWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -265,6 +265,19 @@ void JobImpl::TellAllDecision() {
   for (int member = 0; member < static_cast<int>(links_.size()); ++member) TellDecision(member);
 }
 
+absl::Status JobImpl::CheckNoneHasBegun() {
+  for (int member = 0; member < static_cast<int>(links_.size()); ++member) {
+    const Link& link = links_[member];
+    if (member == core_.identity.member || link.has_stood) continue;
+    const std::string who = seats_.NameOf(member);
+    return absl::UnavailableError(absl::StrCat(
+        link.sink == nullptr ? link.no_link.Of(who)
+                             : absl::StrCat(who, " has not said yet where it stands"),
+        "; its ranks may have begun the next step of job ", spec().name, "; try again"));
+  }
+  return LeadOfStep().has_begun() ? core_.StatusOf(Answer::kHasStep) : absl::OkStatus();
+}
+
 bool JobImpl::TellUndo(int member) {
   const Link& link = links_[member];
   const UndoneStep& undone = core_.record.undone;

@@ -56,8 +56,8 @@ struct MemberWord {
     std::optional<FirstState> first_state;
     bool fits_any_state = false;  // There are none for its part.
     // In the step after that.
-    bool all_have_begun = false;           // Its ranks, the live attempt:
-    uint32_t attempt = 0;                  // the live one here,
+    bool all_have_begun = false;           // All its ranks have, in whichever attempt.
+    uint32_t attempt = 0;                  // The live one here,
     int by = 0;                            // which this rank's discard has begun,
     std::optional<StepSettings> settings;  // with these settings.
     // A rank of a reported part wants to discard the live attempt.

@@ -382,7 +382,7 @@ absl::Status Loader::CheckMayUndo(const UndoRequest& request) const {
         ToString(core_.record.generation), ", but the call undoes step ", request.step,
         " of generation ", ToString(request.generation), "; look at the job and decide again"));
   }
-  if (others_.have_begun()) return core_.StatusOf(Answer::kHasStep);
+  BALLAST_RETURN_IF_ERROR(others_.check_none_has_begun());
   if (core_.record.previous.has_value()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "job ", core_.spec().name, " has nothing to undo at step ", core_.record.committed_step,

@@ -35,8 +35,9 @@ class Loader {
   // With several members; both are called under the lock.
   struct Others {
     MemberTasks& tasks;
-    // At the lead: whether some rank of another member has begun the next step, as far as is known.
-    std::function<bool()> have_begun;
+    // At the lead: FAILED_PRECONDITION if some rank of another member has begun the next step.
+    // UNAVAILABLE: one has no link, so that this is not known.
+    std::function<absl::Status()> check_none_has_begun;
     // At the lead: whether all others have replaced their parts.
     std::function<bool()> have_loaded;
     // At another member: tells the lead how its part of this load has ended.

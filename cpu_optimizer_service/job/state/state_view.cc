@@ -41,6 +41,7 @@ absl::StatusOr<Snapshot> StateView::SnapshotOf(absl::Span<const int> parameters,
   snapshot.step_ = core_.record.committed_step;
   snapshot.generation_ = core_.record.generation;
   snapshot.state_writes_ = core_.record.state_writes;
+  snapshot.loads_ = core_.record.loads;
   return snapshot;
 }
 

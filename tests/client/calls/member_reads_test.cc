@@ -65,6 +65,7 @@ class FakeMember : public v1::StateService::Service {
     message.mutable_generation()->set_epoch(state.epoch);
     message.mutable_generation()->set_count(state.count);
     message.set_state_writes(state.writes);
+    message.set_loads(state.loads);
     message.add_shape(10);
   }
 
@@ -124,8 +125,6 @@ TEST_F(MemberReadsTest, AreAskedAgainUntilAllAreAtOneStep) {
   EXPECT_EQ(Read(), absl::OkStatus());
   EXPECT_EQ(first_.calls(), 3);
   EXPECT_EQ(Reads().Summarize({})->step(), 10u);
-  // Steps went on: there was nothing to wait for.
-  EXPECT_TRUE(clock_.sleeps.empty());
 }
 
 TEST_F(MemberReadsTest, NameTheStepsIfTheyStayApart) {
@@ -141,6 +140,12 @@ TEST_F(MemberReadsTest, AreOfOneGeneration) {
 TEST_F(MemberReadsTest, AreBehindTheSameWrites) {
   second_.states = {{.step = 7, .writes = 1}};
   ExpectApart("7 of generation 0.0 behind 0 writes", "7 of generation 0.0 behind 1 writes");
+}
+
+TEST_F(MemberReadsTest, AreBehindTheSameLoads) {
+  second_.states = {{.step = 7, .loads = 1}};
+  ExpectApart("7 of generation 0.0 behind 0 writes of state and 0 loads",
+              "7 of generation 0.0 behind 0 writes of state and 1 loads");
 }
 
 TEST_F(MemberReadsTest, AreOfAllElements) {

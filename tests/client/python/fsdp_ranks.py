@@ -6,7 +6,7 @@ import torch
 import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
 import torch.distributed as dist
 from ranks_for_tests import LONGEST
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -62,7 +62,11 @@ def used_seldom(step):
     return step in (1, 3)
 
 
-def mesh_of(world_size, replicas):
+def mesh_of(world_size, replicas, mixed=False):
+    """mixed: the last ranks are the first replica."""
+    if mixed:
+        ranks = torch.arange(world_size).view(replicas, -1).flip(0)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
     if replicas == 1:
         return init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     return init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
@@ -107,9 +111,9 @@ def assert_near(model, sharded, where):
         assert far <= TOLERANCE, (where, name, far)
 
 
-def trains_as_one_process(rank, world_size, service, job, replicas=1, max_norm=None, **options):
+def trains_as_one_process(rank, world_size, service, job, replicas=1, mixed=False, max_norm=None, **options):
     """The sharded model with ours beside a whole one with torch's, which gets the same gradients."""
-    sharded = shard(Model(), mesh_of(world_size, replicas), **options)
+    sharded = shard(Model(), mesh_of(world_size, replicas, mixed), **options)
     whole_model = Model()
     ours = ballast.torch.AdamW(named(sharded), lr=0.02, weight_decay=0.1, service=service, job=job, max_norm=max_norm)
     theirs = torch.optim.AdamW(named(whole_model), lr=0.02, weight_decay=0.1)

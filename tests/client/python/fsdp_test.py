@@ -31,7 +31,8 @@ class FsdpTest(RanksTest):
 
     def test_replicas_of_shards(self):
         self.ranks(4, ("trains_as_one_process", {"replicas": 2, "max_norm": 0.05}),
-                   ("trains_as_one_process", {"replicas": 4}))
+                   ("trains_as_one_process", {"replicas": 4}),
+                   ("trains_as_one_process", {"replicas": 2, "mixed": True}))
 
     def test_the_same_bits_with_any_sharding(self):
         digests = []

@@ -85,8 +85,10 @@ class Shards:
         flat = torch.cat([tensor.reshape(-1) for tensor in here]).to(self.mesh.device_type)
         for dim, at in enumerate(owner):
             if at is not None and self.mesh.size(dim) > 1:
-                group = self.mesh.get_group(dim)
-                dist.broadcast(flat, dist.get_global_rank(group, at), group=group)
+                # Not the group's order of ranks, which need not be the mesh's.
+                source = list(self.mesh.get_coordinate())
+                source[dim] = at
+                dist.broadcast(flat, int(self.mesh.mesh[tuple(source)]), group=self.mesh.get_group(dim))
         begin = 0
         for index, tensor in zip(members, here):
             if not self.owned[index]:
