@@ -156,7 +156,8 @@ void Fields(Each&& each, KeptWrite& v) {
 }
 template <typename Each>
 void Fields(Each&& each, StepWord& v) {
-  each(v.kind, v.rank, v.step, v.settings, v.terms, v.micro_step, v.used, v.chunk, v.begin, v.end);
+  each(v.kind, v.rank, v.step, v.settings, v.terms, v.micro_step, v.used, v.chunk, v.begin, v.end,
+       v.attempt);
 }
 template <typename Each>
 void Fields(Each&& each, UndoneStep& v) {

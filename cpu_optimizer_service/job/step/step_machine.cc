@@ -421,6 +421,11 @@ void StepMachine::RaiseLive(const StepBefore& before, StepAttempt at, int by,
     effects.told.push_back({rank, RefuseDiscarded(at.step, rank, attempt, by)});
   }
   part_.ForgetLive();
+  // What ranks say from now on of attempts before it does not count.
+  effects.words.push_back({.kind = StepWord::Kind::kLive,
+                           .rank = by,
+                           .step = at.step,
+                           .attempt = at.attempt});
 }
 
 void StepMachine::Refuse(SealRefusal why, StepEffects& effects) {
@@ -488,6 +493,9 @@ absl::Status StepMachine::Replay(const StepBefore& before, const StepWord& word,
       return absl::OkStatus();
     case StepWord::Kind::kDiscard:
       return Discard(before, word.rank, {word.step, attempt}, effects).status();
+    case StepWord::Kind::kLive:
+      RaiseLive(before, {word.step, word.attempt}, word.rank, effects);
+      return absl::OkStatus();
   }
   return absl::DataLossError("a word of the log is of no kind");
 }

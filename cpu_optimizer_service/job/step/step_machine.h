@@ -38,9 +38,9 @@ namespace ballast {
 // A rank's input beside gradients, seal and vote: enough to bring the machine to the same state
 // again.
 struct StepWord {
-  enum class Kind : uint8_t { kBegin, kEndMicroStep, kEmpty, kDiscard };
+  enum class Kind : uint8_t { kBegin, kEndMicroStep, kEmpty, kDiscard, kLive };
   Kind kind = Kind::kBegin;
-  int rank = 0;
+  int rank = 0;  // kLive: whose discard has begun the attempt, at any member.
   uint64_t step = 0;
   StepSettings settings;           // kBegin, unless it sets the terms.
   std::optional<StepTerms> terms;  // kBegin, by the rank that sets them, with its settings.
@@ -49,6 +49,7 @@ struct StepWord {
   int chunk = 0;                   // kEmpty.
   uint32_t begin = 0;              // kEmpty: micro-steps [begin, end).
   uint32_t end = 0;
+  uint32_t attempt = 0;  // kLive: the lead has made it the live one.
 };
 
 // The step before: the machine's starting point.

@@ -143,5 +143,37 @@ TEST_F(MemberDeaths, LeaveTheBitsOfOneHost) {
   EXPECT_GE(deaths_, kTurns / 2);
 }
 
+// A begin of an attempt that a rank of another member has discarded counts for nothing, and is kept
+// as such.
+TEST_F(MemberDeaths, KeepWhatRanksSayBehindADiscardOfAnotherMember) {
+  if (!histories::CanDie()) GTEST_SKIP() << "threads cannot be stopped here";
+  for (const bool first_is_live : {false, true}) {
+    histories::Deaths deaths;
+    const auto begun = Cluster::Begun(Spec(), {0, 1, 1, 0}, 1, &deaths, /*victim=*/1);
+    Cluster& cluster = *begun;
+    const auto begin = [&](int rank, double loss_scale) {
+      StepSettings settings;
+      settings.scale.loss_scale = loss_scale;
+      EXPECT_EQ(cluster.home(rank).stream(rank).BeginStep(1, settings), absl::OkStatus());
+    };
+    if (first_is_live) begin(1, 1);
+    begin(0, 1);
+    EXPECT_EQ(cluster.home(0).stream(0).Discard(1).status(), absl::OkStatus());
+    cluster.AwaitWords();
+    if (!first_is_live) begin(1, 1);
+    begin(2, 2);
+    deaths.Arm(1, 0);
+    deaths.Expose();
+    EXPECT_EQ(cluster.home(1).stream(1).EndMicroStep(1, 0, {}), absl::OkStatus());
+    ASSERT_TRUE(deaths.Hide());
+    cluster.TakeOver();
+    cluster.AwaitWords();
+    const JobStatus status = cluster.job(1).Status();
+    EXPECT_EQ(status.generation, Generation(1)) << "the step is lost";
+    EXPECT_TRUE(status.ranks[1].begun);
+    EXPECT_TRUE(status.ranks[2].begun);
+  }
+}
+
 }  // namespace
 }  // namespace ballast
