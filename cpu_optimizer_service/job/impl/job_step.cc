@@ -67,8 +67,10 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
   absl::Status begun = machine_.Begin(Before(), key.rank, at, settings, effects);
   Perform(std::move(effects));
   if (begun.ok()) begun.Update(CheckSettings(key.rank));
-  // The lead skips a step that all have begun.
-  if (!is_alone() && spec().on_abort == OnAbort::kSkip && machine_.CanBeSkipped()) SayStanding();
+  // The lead skips a step that all have begun, in whichever attempt.
+  const StepAgreement* given = machine_.undecided();
+  const bool all_have_begun = given != nullptr && given->all_have_begun();
+  if (!is_alone() && spec().on_abort == OnAbort::kSkip && all_have_begun) SayStanding();
   return begun;
 }
 

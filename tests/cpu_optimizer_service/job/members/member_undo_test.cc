@@ -354,6 +354,25 @@ TEST(MemberSkips, AreNoneWhereSomeRankHasNotBegun) {
   }
 }
 
+// A rank has begun the step, although another one has discarded its attempt meanwhile.
+TEST(MemberSkips, AreOfStepsThatARankHasBegunInADiscardedAttempt) {
+  const auto begun = Cluster::Begun(Skips(), {0, 0, 1, 1});
+  Cluster& cluster = *begun;
+  for (const int rank : {0, 1, 2}) {
+    ASSERT_EQ(cluster.home(rank).stream(rank).BeginStep(1, {}), absl::OkStatus());
+  }
+  ASSERT_EQ(cluster.home(0).stream(0).Discard(1).status(), absl::OkStatus());
+  ASSERT_EQ(cluster.home(0).stream(0).BeginStep({1, 1}, {}), absl::OkStatus());
+  cluster.AwaitWords();
+  ASSERT_EQ(cluster.home(3).stream(3).BeginStep(1, {}), absl::OkStatus());
+  cluster.AwaitWords();
+  ASSERT_EQ(cluster.job(0).AbortStep().value(), 1u);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    cluster.home(rank).listener(rank).WaitForCommitOrDetach(1);
+  }
+  ExpectAllAt(cluster, 1, Generation(1));
+}
+
 TEST(MemberSkips, ReachMembersOverLinksThatAreCut) {
   OneHost one(Skips());
   one->Step(10);
