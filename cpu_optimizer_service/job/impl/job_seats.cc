@@ -69,10 +69,11 @@ void JobImpl::TakeFrom(int member, MemberWord::Seat& seat, std::vector<ToMember>
 
 Pending JobImpl::Close(std::optional<Use> unused, bool here, Done<bool> done) {
   if (!is_alone() && !unused.has_value()) {
-    // A load may wait for other members for ever, and this would wait for it.
+    // A load may wait for other members for ever, and this would wait for it. It may still have to
+    // begin.
     const JobCore::Section section(core_);
     if (core_.identity.is_lead()) {
-      loader_.OtherHasNot(absl::CancelledError("the job is being closed"));
+      loader_.EndWaits(absl::CancelledError("the job is being closed"));
     }
   }
   return core_.Enter(Admission::kClose, -1,
@@ -82,7 +83,10 @@ Pending JobImpl::Close(std::optional<Use> unused, bool here, Done<bool> done) {
                        if (admitted.ok() && !here) admitted = CheckLeads();
                        // Another call has closed the job: then this one is done, too.
                        if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
-                       if (!admitted.ok()) return core_.Reply<bool>(std::move(done), admitted);
+                       if (!admitted.ok()) {
+                         loader_.EndWaits(absl::OkStatus());
+                         return core_.Reply<bool>(std::move(done), admitted);
+                       }
                        closers_.push_back(std::move(done));
                        if (core_.gate.phase() == Phase::kClosed) return EndClosing(here);
                        CloseNow(absl::StrCat("job ", spec().name, " has been closed"), !here);

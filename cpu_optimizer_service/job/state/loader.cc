@@ -240,6 +240,7 @@ void Loader::ReplaceState(std::shared_ptr<OpenedCheckpoint> opened, Clock::time_
   progress = nullptr;  // Before its caller is told.
   JobCore::Section section(core_);
   status.Update(std::exchange(other_has_not_, absl::OkStatus()));
+  status.Update(waits_end_);
   replaced_ = Replaced{.opened = std::move(opened),
                        .began = began,
                        .done = std::move(done),

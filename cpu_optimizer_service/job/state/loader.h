@@ -80,6 +80,9 @@ class Loader {
   }
   void OtherHasLoaded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { FinishIfAllHave(); }
   void OtherHasNot(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The job is being closed: from now on a load fails with this, and waits for no member. OK: it is
+  // not closed after all.
+  void EndWaits(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
  private:
   bool has_others() const { return core_.spec().member_count() > 1; }
@@ -123,6 +126,7 @@ class Loader {
   const RaiseGeneration raise_generation_;
   const Others others_;
   std::optional<Replaced> replaced_ ABSL_GUARDED_BY(job_lock);
+  absl::Status waits_end_ ABSL_GUARDED_BY(job_lock);  // EndWaits.
   absl::Status other_has_not_ ABSL_GUARDED_BY(job_lock);
   void SayChecked(uint64_t task, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

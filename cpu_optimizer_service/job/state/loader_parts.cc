@@ -54,6 +54,11 @@ void Loader::OtherHasNot(const absl::Status& why) {
   FinishIfAllHave();
 }
 
+void Loader::EndWaits(const absl::Status& why) {
+  waits_end_ = why;
+  if (!why.ok()) OtherHasNot(why);
+}
+
 void Loader::SayChecked(uint64_t task, const absl::Status& status) {
   others_.say({MemberWord::Done{.task = task,
                                 .round = LeadWord::Task::RoundOf<LeadWord::Task::Check>(),
