@@ -34,6 +34,7 @@ const char* Name(EventKind kind) {
       "votes before the norm is known",
       "votes what can never be",
       "votes otherwise than the others, at first",
+      "(its home's link) is cut",
       "(the service) is about to die",
   };
   return kNames[static_cast<int>(kind)];
@@ -57,6 +58,12 @@ const char* Name(End end) {
       return "abort-step, and undo of the step before";
   }
   return "?";
+}
+
+const char* Name(Layer layer) {
+  return layer == Layer::kEngine    ? "engine"
+         : layer == Layer::kSession ? "through client sessions"
+                                    : "through client sessions, over members";
 }
 
 const char* Name(Spoil spoil) {
@@ -118,6 +125,12 @@ std::string Text(const JobPlan& job) {
       job.keep_previous ? ", keeps the previous version" : "", ", unused ", Name(job.unused_policy),
       ", max_micro_steps ", job.max_micro_steps, ", ",
       job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait", "\n");
+  if (job.members > 0) {
+    const std::vector<int> homes(job.homes.begin(), job.homes.begin() + job.world_size);
+    absl::StrAppend(&text, "  ", job.members, " members, homes [", absl::StrJoin(homes, " "),
+                    "], the home of rank ", job.victim, " may die, words in order ", job.links_seed,
+                    "\n");
+  }
   for (size_t group = 0; group < job.groups.size(); ++group) {
     absl::StrAppend(&text, "  group ", group, ": ", Name(job.groups[group].wire_dtype), " up, ",
                     Name(job.groups[group].return_dtype), " down, ",
@@ -190,9 +203,7 @@ std::string Text(const Attempt& attempt) {
 
 std::string Describe(const History& history) {
   std::string text =
-      absl::StrCat("seed ", history.seed, ", ",
-                   history.layer == Layer::kEngine ? "engine" : "through client sessions", "\n",
-                   Text(history.job));
+      absl::StrCat("seed ", history.seed, ", ", Name(history.layer), "\n", Text(history.job));
   for (size_t i = 0; i < history.attempts.size(); ++i) {
     absl::StrAppend(&text, "attempt ", i + 1, ": ", Text(history.attempts[i]));
   }

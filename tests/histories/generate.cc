@@ -148,6 +148,7 @@ EventKind AnyEventKind(Random& random, Layer layer) {
     return kind == static_cast<int>(EventKind::kLate) ? EventKind::kRepeat
                                                       : static_cast<EventKind>(kind);
   }
+  if (layer == Layer::kMembers && random.OneIn(3)) return EventKind::kLinkCut;
   return random.Pick({EventKind::kCut, EventKind::kCut, EventKind::kCut, EventKind::kCut,
                       EventKind::kDiscard, EventKind::kDiscard, EventKind::kRepeat,
                       EventKind::kAway, EventKind::kLate, EventKind::kWithhold,
@@ -190,7 +191,7 @@ End AnyEnd(Random& random, const JobPlan& job, Layer layer) {
       return End::kLoad;
     case 5:
     case 6:
-      return job.keep_previous && layer == Layer::kEngine ? End::kUndo : End::kCommit;
+      return job.keep_previous && layer != Layer::kSession ? End::kUndo : End::kCommit;
     default:
       return End::kCommit;
   }
@@ -235,13 +236,21 @@ Attempt AnyAttempt(Random& random, const JobPlan& job, Layer layer) {
   for (int events = random.Below(6); events > 0; --events) {
     attempt.events.push_back(AnyEvent(random, job, layer));
   }
-  if (layer == Layer::kEngine && random.OneIn(2)) {
+  if (layer != Layer::kSession && random.OneIn(2)) {
     attempt.events.push_back(
         {.kind = EventKind::kDeath, .at = random.Below(kPositions), .pick = random.Below(1000)});
   }
   if (layer == Layer::kEngine && random.OneIn(6)) attempt.write_seed = random.Next();
   if (layer == Layer::kEngine && random.OneIn(6)) attempt.derive_seed = random.Next();
   return attempt;
+}
+
+void AddMembers(Random& random, JobPlan& job) {
+  job.world_size = random.Pick({1, 2, 2, 3, 3, 4, 4});
+  job.members = random.Pick({1, 2, 2, 3, 3, 4});
+  for (int rank = 0; rank < 4; ++rank) job.homes.push_back(random.Below(job.members));
+  job.victim = random.OneIn(2) ? 0 : random.Below(job.world_size);
+  job.links_seed = random.Next();
 }
 
 }  // namespace
@@ -251,7 +260,9 @@ History Generate(uint64_t seed) {
   History history;
   history.seed = seed;
   history.layer = random.OneIn(3) ? Layer::kSession : Layer::kEngine;
+  if (random.OneIn(6)) history.layer = Layer::kMembers;
   history.job = AnyJob(random);
+  if (history.layer == Layer::kMembers) AddMembers(random, history.job);
   double max_norm = 0;
   for (int attempts = random.Between(1, 6); attempts > 0; --attempts) {
     history.attempts.push_back(AnyAttempt(random, history.job, history.layer));

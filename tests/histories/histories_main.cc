@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 
 #include "absl/flags/flag.h"
@@ -15,6 +16,7 @@ ABSL_FLAG(uint64_t, seed, 1, "Seed of the first history.");
 ABSL_FLAG(int64_t, count, 1000, "How many histories.");
 ABSL_FLAG(bool, shrink, true, "Make a failing history smaller before printing it.");
 ABSL_FLAG(bool, engine_only, false, "Pass over those that go through client sessions.");
+ABSL_FLAG(bool, members_only, false, "Only those over several members.");
 ABSL_FLAG(bool, machine, false, "Short ones, of a step's machine alone.");
 ABSL_FLAG(bool, describe, false, "Only print them.");
 
@@ -40,9 +42,11 @@ int main(int argc, char** argv) {
     return failure.empty() ? EXIT_SUCCESS : EXIT_FAILURE;
   }
   ballast::histories::Engines engines;
+  std::optional<ballast::histories::Layer> only;
+  if (absl::GetFlag(FLAGS_engine_only)) only = ballast::histories::Layer::kEngine;
+  if (absl::GetFlag(FLAGS_members_only)) only = ballast::histories::Layer::kMembers;
   const std::string failure = ballast::histories::RunHistories(
-      engines, seed, count,
-      {.shrink = absl::GetFlag(FLAGS_shrink), .engine_only = absl::GetFlag(FLAGS_engine_only)});
+      engines, seed, count, {.shrink = absl::GetFlag(FLAGS_shrink), .only = only});
   std::printf("%s\n", ballast::histories::Describe(engines.tally()).c_str());
   if (failure.empty()) {
     std::printf("%lld histories passed\n", static_cast<long long>(count));

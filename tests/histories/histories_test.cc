@@ -16,7 +16,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr int64_t kHistories = kSanitized ? 500 : 5000;
+constexpr int64_t kHistories = kSanitized ? 600 : 6000;
 
 TEST(Histories, EndAsTheModelSays) {
   Engines engines;
@@ -40,7 +40,10 @@ TEST(Histories, EndAsTheModelSays) {
         tally.given_up, tally.not_last}) {
     EXPECT_GT(count, kHistories / 100);
   }
+  EXPECT_GT(tally.over_members, kHistories / 10);
+  EXPECT_GT(tally.link_cuts, kHistories / 20);
   if (!CanDie()) return;
+  EXPECT_GT(tally.member_deaths, kHistories / 20);
   EXPECT_GT(tally.deaths, kHistories / 2);
   EXPECT_GT(tally.carried_out, kHistories / 10);
   for (const char* store : {"a part of a record", "a record's half", "a record's flip",

@@ -1,6 +1,7 @@
 #include "tests/histories/history.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 #include <vector>
@@ -51,6 +52,19 @@ void ShardOverMesh(const JobPlan& job, LayoutSpec& layout) {
   }
 }
 
+void NameMembers(const JobPlan& job, JobSpec& spec) {
+  if (job.members == 0) return;
+  std::map<int, int> number;  // By the plan's.
+  for (int rank = 0; rank < job.world_size; ++rank) number[job.homes[rank] % job.members] = 0;
+  for (auto& [planned, member] : number) {
+    member = static_cast<int>(spec.members.size());
+    spec.members.push_back({absl::StrCat("host", planned)});
+  }
+  for (int rank = 0; rank < job.world_size; ++rank) {
+    spec.homes.push_back(number[job.homes[rank] % job.members]);
+  }
+}
+
 }  // namespace
 
 std::string NameOf(const ParameterPlan& parameter) {
@@ -79,6 +93,7 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
                            .wire_dtype = plan.wire_dtype,
                            .return_dtype = plan.return_dtype});
   }
+  NameMembers(job, spec);
   LayoutSpec& layout = spec.layout;
   layout.world_size = job.world_size;
   layout.group_count = static_cast<int>(job.groups.size());

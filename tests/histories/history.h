@@ -55,6 +55,11 @@ struct JobPlan {
   UpdateMode update_mode = UpdateMode::kWait;
   std::vector<GroupPlan> groups;
   std::vector<ParameterPlan> parameters;
+  // Of Layer::kMembers; of other layers 0. Those that are no rank's home are left out.
+  int members = 0;
+  std::vector<int> homes;   // By rank, modulo members.
+  int victim = 0;           // The home of this rank is the one that may die.
+  uint64_t links_seed = 0;  // In which order words arrive.
 };
 
 enum class EventKind : uint8_t {
@@ -81,6 +86,7 @@ enum class EventKind : uint8_t {
   kEarlyVote,  // A rank votes before the norm is known.
   kBadVote,    // A rank votes what can never be.
   kOtherVote,  // A rank votes otherwise than the others, until all are told to vote again.
+  kLinkCut,    // The link of the rank's home is cut (LinkCut), or that of another member.
   // The service dies at the (1 + `pick` % 16)th store that a later process could see; one time in
   // eight the one after it, too, while it takes over. One time in four, in the first weights, in a
   // write of state, or while the job is derived.
@@ -160,7 +166,11 @@ struct Attempt {
   int end_rank = 0;
 };
 
-enum class Layer : uint8_t { kEngine, kSession };
+enum class Layer : uint8_t {
+  kEngine,
+  kSession,
+  kMembers,  // Sessions, and a service of several members.
+};
 
 struct History {
   uint64_t seed = 0;

@@ -60,8 +60,8 @@ class Watchdog {
 }  // namespace
 
 absl::Status Play(Engines& engines, const History& history) {
-  if (history.layer == Layer::kSession) return SessionPlayer(engines, history).Play();
-  return EnginePlayer(engines, history).Play();
+  if (history.layer == Layer::kEngine) return EnginePlayer(engines, history).Play();
+  return SessionPlayer(engines, history).Play();
 }
 
 std::string RunHistories(Engines& engines, uint64_t first, int64_t count,
@@ -74,7 +74,7 @@ std::string RunHistories(Engines& engines, uint64_t first, int64_t count,
   };
   for (uint64_t seed = first; seed < first + static_cast<uint64_t>(count); ++seed) {
     const History history = Generate(seed);
-    if (options.engine_only && history.layer != Layer::kEngine) continue;
+    if (options.only.has_value() && history.layer != *options.only) continue;
     const absl::Status status = play(history);
     if (status.ok()) continue;
     const std::string summary = absl::StrCat("seed ", seed, " fails: ", status.message(), "\n");

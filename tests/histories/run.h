@@ -3,6 +3,7 @@
 #define BALLAST_TESTS_HISTORIES_RUN_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -14,9 +15,10 @@ namespace ballast::histories {
 absl::Status Play(Engines& engines, const History& history);
 
 struct RunOptions {
-  bool shrink = true;        // Make a history that fails smaller before saying what it is.
-  bool engine_only = false;  // Pass over those that go through client sessions. For
-                             // ThreadSanitizer, which cannot see into gRPC's buffers.
+  bool shrink = true;  // Make a history that fails smaller before saying what it is.
+  // Pass over those of other layers. ThreadSanitizer, which cannot see into gRPC's buffers, needs
+  // kEngine.
+  std::optional<Layer> only = std::nullopt;
 };
 
 // Plays the histories of seeds first, first + 1, ... (`count` of them). Empty if all passed; else,

@@ -70,6 +70,10 @@ void AddSmallerJobs(Histories& smaller, const History& history) {
     add([&](JobPlan& j) { j.parameters.erase(j.parameters.begin() + static_cast<int64_t>(p)); });
   }
   if (job.world_size > 1) add([](JobPlan& j) { --j.world_size; });
+  if (job.members > 1) add([](JobPlan& j) { --j.members; });
+  for (int rank = 0; job.members > 1 && rank < job.world_size; ++rank) {
+    if (job.homes[rank] != 0) add([&](JobPlan& j) { j.homes[rank] = 0; });
+  }
   if (job.sharding != ShardingPlan::kBuckets) {
     add([](JobPlan& j) { j.sharding = ShardingPlan::kBuckets; });
   }

@@ -136,6 +136,7 @@ void Deaths::OnStore(const char* what) {
   ++counts_[what];
   exposed_ = false;
   stores_left_ = std::exchange(next_, 0);
+  if (on_death_ != nullptr) on_death_();
 }
 
 }  // namespace ballast::histories

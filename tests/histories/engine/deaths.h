@@ -35,6 +35,8 @@ class Deaths {
   // The process dies at the how manyth of its stores from now on while it is exposed; and the next
   // one at the `next`th of its own, 0: it lives.
   void Arm(int stores, int next);
+  // Called when the process has died, on the thread that it died on. Set it before Expose.
+  void Notify(std::function<void()> on_death) { on_death_ = std::move(on_death); }
   // It lives on.
   void Disarm();
   // Between the two it may die. Hide says whether it did.
@@ -54,6 +56,7 @@ class Deaths {
   void OnStore(const char* what);
 
   std::function<void(const char*)> seam_;
+  std::function<void()> on_death_;  // May be null.
   std::unique_ptr<Keeper> keeper_;
   std::shared_ptr<std::atomic<bool>> dead_;
 

@@ -69,6 +69,7 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
       return absl::OkStatus();
     case EventKind::kWithhold:  // The script's.
     case EventKind::kLate:
+    case EventKind::kLinkCut:
     case EventKind::kOtherVote:  // Of the whole attempt.
       return absl::OkStatus();
   }

@@ -9,8 +9,8 @@
 
 namespace ballast::histories {
 
-EngineStream::EngineStream(Engine& engine, Wires& wires, int rank, client::TrainListener& listener)
-    : engine_(engine),
+EngineStream::EngineStream(Host& host, Wires& wires, int rank, client::TrainListener& listener)
+    : host_(host),
       wires_(wires),
       rank_(rank),
       listener_(listener),
@@ -24,9 +24,6 @@ EngineStream::~EngineStream() {
     changed_.NotifyAll();
   }
   thread_.join();
-  if (unseen_) wires_.KeepUnseen(std::move(rank_stream_));
-  rank_stream_.reset();
-  outbox_->Close();
   for (Message& message : up_) {
     if (message.let_go) message.let_go();
   }
@@ -83,13 +80,13 @@ void EngineStream::Run() {
     std::optional<Message> up;
     {
       MutexLock lock(mutex_);
-      while (down_ == nullptr && !finished_ && !(ending_ && !cancelled) &&
+      while (down_ == nullptr && !finished_ && !((ending_ || died_) && !cancelled) &&
              !(reading_ && !up_.empty())) {
         changed_.Wait(mutex_);
       }
       down = std::exchange(down_, nullptr);
       if (down == nullptr && finished_) break;
-      if (down == nullptr && !(ending_ && !cancelled)) {
+      if (down == nullptr && !((ending_ || died_) && !cancelled)) {
         up = std::move(up_.front());
         up_.pop_front();
         reading_ = false;
@@ -102,9 +99,15 @@ void EngineStream::Run() {
       TakeUp(*std::move(up));
     } else {
       cancelled = true;
+      if (HasDied() && !broken_) BreakOff(/*seen=*/true);
       outbox_->Cancelled();
     }
   }
+  // Before the process may end.
+  if (unseen_) wires_.KeepUnseen(std::move(rank_stream_));
+  rank_stream_.reset();
+  outbox_->Close();
+  visit_.reset();
   absl::Status status;
   {
     MutexLock lock(mutex_);
@@ -119,6 +122,7 @@ void EngineStream::TellClosed(const absl::Status& status) {
 }
 
 void EngineStream::TakeDown(const grpc::ByteBuffer& bytes) {
+  if (!broken_ && HasDied()) BreakOff(/*seen=*/true);
   if (!broken_ && !wires_.ComesDown(rank_)) BreakOff(/*seen=*/true);
   if (!broken_) {
     const auto frame = proto::ParseTrainResponse(bytes);
@@ -151,8 +155,9 @@ void EngineStream::TakeUp(Message message) {
   if (!broken_) {
     handled = Handle(message);
     if (handled.ok() && fate == Wires::Fate::kTwice) handled = Handle(message);
-    if (handled.ok()) wires_.WasHandled(rank_, message.message);
-    if (fate == Wires::Fate::kBreakAfter) BreakOff(/*seen=*/true);
+    if (HasDied()) BreakOff(/*seen=*/true);
+    if (handled.ok() && !broken_) wires_.WasHandled(rank_, message.message);
+    if (fate == Wires::Fate::kBreakAfter && !broken_) BreakOff(/*seen=*/true);
   }
   if (message.let_go) message.let_go();
   if (handled.ok()) {
@@ -187,16 +192,25 @@ absl::Status EngineStream::Handle(const Message& message) {
 
 absl::Status EngineStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseJobName(request.name()));
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine_.FindJob(name.job));
+  visit_ = host_.Enter([this] {
+    MutexLock lock(mutex_);
+    died_ = true;
+    changed_.NotifyAll();
+  });
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, visit_->engine().FindJob(name.job));
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
-  BALLAST_ASSIGN_OR_RETURN(rank_stream_,
-                           job->OpenStream({.uid = request.uid(),
-                                            .rank = request.rank(),
-                                            .process_id = request.process_id(),
-                                            .generation = proto::FromProto(request.generation()),
-                                            .update_mode = update_mode},
-                                           outbox_));
+  BALLAST_ASSIGN_OR_RETURN(
+      rank_stream_,
+      visit_->Await<std::unique_ptr<RankStream>>([&](Done<std::unique_ptr<RankStream>> done) {
+        (void)job->OpenStream({.uid = request.uid(),
+                               .rank = request.rank(),
+                               .process_id = request.process_id(),
+                               .generation = proto::FromProto(request.generation()),
+                               .update_mode = update_mode},
+                              outbox_, std::move(done));
+      }));
   first_of_rank_ = job->layout().first_of_rank(request.rank());
+  wires_.WasOpened(rank_, rank_stream_->position());
   outbox_->Opened(job, request.rank(), rank_stream_->position());
   return absl::OkStatus();
 }
@@ -241,7 +255,9 @@ absl::Status EngineStream::Vote(const v1::CastVote& request) {
 
 absl::Status EngineStream::Discard(const v1::Discard& request) {
   const StepAttempt at = {request.step(), request.attempt()};
-  BALLAST_ASSIGN_OR_RETURN(const bool done, rank_stream_->Discard(at));
+  BALLAST_ASSIGN_OR_RETURN(const bool done, visit_->Await<bool>([&](Done<bool> called) {
+    (void)rank_stream_->Discard(at, std::move(called));
+  }));
   if (done) outbox_->Discarded({at.step, at.attempt + 1});
   return absl::OkStatus();
 }

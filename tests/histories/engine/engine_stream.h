@@ -13,13 +13,14 @@
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/train/rank_outbox.h"
+#include "tests/histories/members/host.h"
 #include "tests/histories/session/wires.h"
 
 namespace ballast::histories {
 
 class EngineStream final : public client::TrainCall, private server::RankWire {
  public:
-  EngineStream(Engine& engine, Wires& wires, int rank, client::TrainListener& listener);
+  EngineStream(Host& host, Wires& wires, int rank, client::TrainListener& listener);
   ~EngineStream() override;
 
   void Send(const v1::TrainRequest& message) override;
@@ -41,6 +42,7 @@ class EngineStream final : public client::TrainCall, private server::RankWire {
 
   // Of the thread.
   void Run();
+  bool HasDied() const { return visit_ != nullptr && visit_->is_dead(); }
   void TakeUp(Message message);
   void TakeDown(const grpc::ByteBuffer& bytes);
   void BreakOff(bool seen);
@@ -54,13 +56,14 @@ class EngineStream final : public client::TrainCall, private server::RankWire {
   absl::Status Vote(const v1::CastVote& request);
   absl::Status Discard(const v1::Discard& request);
 
-  Engine& engine_;
+  Host& host_;
   Wires& wires_;
   const int rank_;
   client::TrainListener& listener_;
   const std::shared_ptr<server::RankOutbox> outbox_;
 
   // Of the thread.
+  std::unique_ptr<Host::Visit> visit_;  // Since Open.
   std::unique_ptr<RankStream> rank_stream_;
   int first_of_rank_ = 0;
   bool broken_ = false;  // Nothing goes up or comes down any more.
@@ -74,6 +77,7 @@ class EngineStream final : public client::TrainCall, private server::RankWire {
   bool reading_ ABSL_GUARDED_BY(mutex_) = true;
   std::optional<absl::Status> finished_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  bool died_ ABSL_GUARDED_BY(mutex_) = false;  // The process.
   std::thread thread_;
 };
 

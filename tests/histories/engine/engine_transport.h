@@ -6,19 +6,20 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/engine.h"
+#include "tests/histories/members/host.h"
 #include "tests/histories/session/wires.h"
 
 namespace ballast::histories {
 
-// Of one rank. Thread-safe; engine and wires outlive it.
+// Of one rank. Thread-safe; host and wires outlive it.
 class EngineTransport final : public client::Transport {
  public:
-  EngineTransport(Engine& engine, Wires& wires, int rank)
-      : engine_(engine), wires_(wires), rank_(rank) {}
+  EngineTransport(Host& host, Wires& wires, int rank) : host_(host), wires_(wires), rank_(rank) {}
 
   absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
                                     absl::Duration limit) override;
@@ -36,13 +37,16 @@ class EngineTransport final : public client::Transport {
       const std::function<absl::Status(const v1::WeightHeader& header,
                                        client::PayloadPieces payload)>& place) override;
   std::unique_ptr<client::TrainCall> OpenTrainCall(client::TrainListener& listener) override;
-  bool CanReconnect() override { return true; }  // The engine does not go.
+  bool CanReconnect() override { return true; }  // There is always a next process.
   void CancelCalls() override { cancelled_ = true; }
 
  private:
-  absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
+  // `call(visit, job)`. UNAVAILABLE if the process dies before its end.
+  template <typename Call>
+  auto WithJob(const std::string& name, Call&& call)
+      -> decltype(call(std::declval<Host::Visit&>(), std::declval<const std::shared_ptr<Job>&>()));
 
-  Engine& engine_;
+  Host& host_;
   Wires& wires_;
   const int rank_;
   std::atomic<bool> cancelled_ = false;

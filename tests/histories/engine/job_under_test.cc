@@ -1,9 +1,11 @@
 #include "tests/histories/engine/job_under_test.h"
 
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_join.h"
@@ -34,18 +36,25 @@ std::string Describe(const Tally& tally) {
       "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
       tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed, "; deaths ",
       tally.deaths, ", decided steps carried out after one ", tally.carried_out, "; died at ",
-      absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")));
+      absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")), "; over members ",
+      tally.over_members, ", words ", tally.words, ", links cut ", tally.link_cuts,
+      ", deaths of members ", tally.member_deaths);
 }
 
 Engine& Engines::WithThreads(int threads, bool may_die) {
   if (threads == threads_of_engine_ && may_die == (deaths_ != nullptr)) return *engine_;
-  engine_.reset();
-  memory_.reset();
-  deaths_.reset();  // Before the next: there is one at a time.
+  Clear();  // Before the next: there is one at a time.
   if (may_die) deaths_ = std::make_unique<Deaths>();
   threads_of_engine_ = threads;
   Start();
   return *engine_;
+}
+
+void Engines::Clear() {
+  engine_.reset();
+  memory_.reset();
+  deaths_.reset();
+  threads_of_engine_ = 0;
 }
 
 void Engines::Start() {
@@ -81,73 +90,178 @@ absl::Status ExpectCode(absl::StatusCode expected, const absl::Status& came,
 JobUnderTest::JobUnderTest(Engines& engines, const JobPlan& plan, bool may_die)
     : engines_(engines),
       plan_(plan),
-      engine_(&engines.WithThreads(plan.threads, may_die)),
-      job_(engine_->CreateJob(SpecOf(plan, engines.NewJobName())).value()),
-      layout_(Layout::Create(job_->spec().layout).value()),
+      spec_(SpecOf(plan, engines.NewJobName())),
+      lead_(spec_.lead()),
+      layout_(Layout::Create(spec_.layout).value()),
       model_(plan),
-      directory_(absl::StrCat("/", job_->spec().name)) {}
+      directory_(absl::StrCat("/", spec_.name)) {
+  if (spec_.members.empty()) {
+    engine_ = &engines.WithThreads(plan.threads, may_die);
+    parts_ = {engine_->CreateJob(spec_).value()};
+    host_.Begin(*engine_, nullptr);
+    return;
+  }
+  engines.Clear();
+  directory_ = absl::StrCat(LinkedEngines::kSaved, directory_);
+  const int victim = may_die ? spec_.home(plan.victim % plan.world_size) : -1;
+  linked_ = std::make_unique<LinkedEngines>(spec_, plan.links_seed, plan.threads, engines.files(),
+                                            victim);
+}
 
 JobUnderTest::~JobUnderTest() {
-  if (job_ == nullptr) return;  // It was lost.
-  const JobStatus status = job_->Status();
+  if (has_members()) {
+    parts_.clear();
+    tally().words += linked_->words();
+    tally().link_cuts += linked_->cuts();
+    tally().member_deaths += linked_->deaths_seen();
+    linked_.reset();
+    engines_.files().RemoveAll(LinkedEngines::kSaved).IgnoreError();
+    return;
+  }
+  if (parts_.empty()) return;  // It was lost.
+  const JobStatus status = job().Status();
   tally().speculated += status.speculation.speculated;
   tally().published += status.speculation.published;
   tally().redone += status.speculation.redone;
-  engine_->CloseJob(job_->spec().name).IgnoreError();
+  parts_.clear();
+  engine_->CloseJob(spec_.name).IgnoreError();
   engines_.files().RemoveAll(directory_).IgnoreError();
 }
 
-absl::Status JobUnderTest::UploadWeights() {
-  for (int chunk = 0; chunk < static_cast<int>(layout().chunks().size()); ++chunk) {
-    // After a death that took none of them along, the last may be there already.
-    if (job_->Status().phase != JobPhase::kAwaitingWeights) break;
-    std::vector<float> values(layout().chunks()[chunk].elements, 0.0f);
-    for (const ChunkPiece& piece : layout().Pieces(chunk)) {
-      for (int64_t i = 0; i < piece.elements; ++i) {
-        values[piece.chunk_offset + i] =
-            FirstWeight(plan_.parameters[piece.parameter], piece.parameter_offset + i);
-      }
-    }
-    const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
-                                            values.size() * sizeof(float));
-    BALLAST_RETURN_IF_ERROR(job_->WriteInitialWeights(chunk, {piece}).status());
+void JobUnderTest::Expose() {
+  if (!has_members()) return;
+  parts_.clear();
+  if (linked_->deaths() != nullptr) linked_->deaths()->Expose();
+}
+
+absl::Status JobUnderTest::Settle() {
+  if (!has_members()) return absl::OkStatus();
+  if (linked_->deaths() != nullptr) linked_->deaths()->Hide();
+  BALLAST_RETURN_IF_ERROR(linked_->Settle());
+  parts_.clear();
+  for (int member = 0; member < linked_->members(); ++member) {
+    BALLAST_ASSIGN_OR_RETURN(parts_.emplace_back(), linked_->Part(member));
   }
   return absl::OkStatus();
 }
 
-absl::Status JobUnderTest::TakeOver() {
-  const std::string name = job_->spec().name;
-  engine_->CloseJob(name).IgnoreError();
-  job_.reset();
-  BALLAST_ASSIGN_OR_RETURN(engine_, engines_.TakeOver());
-  BALLAST_ASSIGN_OR_RETURN(job_, engine_->FindJob(name));
+absl::Status JobUnderTest::Close() {
+  if (!has_members()) return absl::OkStatus();
+  parts_.clear();
+  const auto visit = linked_->host(lead_).Enter();
+  BALLAST_RETURN_IF_ERROR(Annotate(visit
+                                       ->Await<bool>([&](Done<bool> done) {
+                                         visit->engine().CloseJob(spec_.name, std::move(done));
+                                       })
+                                       .status(),
+                                   "the job is closed"));
+  // A member may find its own a little longer.
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  for (int member = 0; member < linked_->members(); ++member) {
+    while (!absl::IsNotFound(linked_->Part(member).status())) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        return Wrong("the job is closed, and member ", member, " has it");
+      }
+      std::this_thread::yield();
+    }
+  }
   return absl::OkStatus();
 }
 
+int JobUnderTest::ChunkAt(const Job& part, int chunk) const {
+  const int rank = layout_.chunks()[chunk].rank;
+  return chunk - layout_.first_of_rank(rank) + part.layout().first_of_rank(rank);
+}
+
+absl::Status JobUnderTest::Create() {
+  if (!has_members()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(linked_->Create());
+  return Settle();
+}
+
+absl::Status JobUnderTest::UploadWeights() {
+  bool is_whole = false;
+  for (int turn = 0; !is_whole && turn < kMostTurns; ++turn) {
+    Expose();
+    is_whole = true;
+    for (int chunk = 0; chunk < static_cast<int>(layout().chunks().size()); ++chunk) {
+      const absl::Status uploaded = UploadWeights(chunk);
+      is_whole = is_whole && uploaded.ok();
+      if (!has_members() || !absl::IsUnavailable(uploaded)) BALLAST_RETURN_IF_ERROR(uploaded);
+    }
+    BALLAST_RETURN_IF_ERROR(Settle());
+  }
+  return has_members() ? AwaitBegun() : absl::OkStatus();
+}
+
+absl::Status JobUnderTest::UploadWeights(int chunk) {
+  std::vector<float> values(layout().chunks()[chunk].elements, 0.0f);
+  for (const ChunkPiece& piece : layout().Pieces(chunk)) {
+    for (int64_t i = 0; i < piece.elements; ++i) {
+      values[piece.chunk_offset + i] =
+          FirstWeight(plan_.parameters[piece.parameter], piece.parameter_offset + i);
+    }
+  }
+  const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
+                                          values.size() * sizeof(float));
+  const auto visit = host_of(layout().chunks()[chunk].rank).Enter();
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> part, visit->engine().FindJob(spec_.name));
+  // After a death that took none of them along, the last may be there already.
+  if (part->Status().phase != JobPhase::kAwaitingWeights) return visit->Heard(absl::OkStatus());
+  return visit->Heard(part->WriteInitialWeights(ChunkAt(*part, chunk), {piece}).status());
+}
+
+// A member may begin a little after the word has reached it.
+absl::Status JobUnderTest::AwaitBegun() {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  for (const auto& part : parts_) {
+    while (part->Status().phase == JobPhase::kAwaitingWeights) {
+      if (std::chrono::steady_clock::now() > deadline) return Wrong("the job has not begun");
+      std::this_thread::yield();
+    }
+  }
+  return Settle();
+}
+
+absl::Status JobUnderTest::TakeOver() {
+  parts_.clear();
+  engine_->CloseJob(spec_.name).IgnoreError();
+  BALLAST_ASSIGN_OR_RETURN(engine_, engines_.TakeOver());
+  host_.Begin(*engine_, nullptr);
+  return FindAgain();
+}
+
 absl::Status JobUnderTest::FindAgain() {
-  BALLAST_ASSIGN_OR_RETURN(job_, engine_->FindJob(job_->spec().name));
+  parts_.clear();
+  BALLAST_ASSIGN_OR_RETURN(parts_.emplace_back(), engine_->FindJob(spec_.name));
   return absl::OkStatus();
 }
 
 absl::Status JobUnderTest::Save() {
-  BALLAST_ASSIGN_OR_RETURN(const CheckpointInfo info, job_->Save(directory_));
+  BALLAST_ASSIGN_OR_RETURN(const CheckpointInfo info,
+                           AskLead<CheckpointInfo>([&](Job& job, Done<CheckpointInfo> done) {
+                             (void)job.Save({.folder = directory_}, std::move(done));
+                           }));
   saved_ = model_.state();
-  saved_records_ = job_->Status().recent_steps;
+  saved_records_ = job().Status().recent_steps;
   if (info.step == saved_->committed_step) return absl::OkStatus();
   return Wrong("saved at step ", info.step, ", expected ", saved_->committed_step);
 }
 
 absl::StatusOr<std::optional<CheckpointInfo>> JobUnderTest::Load() {
   if (!saved_.has_value()) return std::nullopt;
-  BALLAST_ASSIGN_OR_RETURN(const CheckpointInfo info, job_->Load(directory_));
+  BALLAST_ASSIGN_OR_RETURN(const CheckpointInfo info,
+                           AskLead<CheckpointInfo>([&](Job& job, Done<CheckpointInfo> done) {
+                             (void)job.Load({.path = directory_}, std::move(done));
+                           }));
   model_.Load(*saved_);
   ++tally().loaded;
-  BALLAST_RETURN_IF_ERROR(CheckLoadedRecord());
+  for (const auto& part : parts_) BALLAST_RETURN_IF_ERROR(CheckLoadedRecord(*part));
   return info;
 }
 
-absl::Status JobUnderTest::CheckLoadedRecord() const {
-  const std::vector<StepRecord> records = job_->Status().recent_steps;
+absl::Status JobUnderTest::CheckLoadedRecord(const Job& part) const {
+  const std::vector<StepRecord> records = part.Status().recent_steps;
   if (records.size() != (saved_records_.empty() ? 0u : 1u)) {
     return Wrong(records.size(), " steps are remembered after a load");
   }
@@ -163,8 +277,12 @@ absl::Status JobUnderTest::CheckLoadedRecord() const {
 }
 
 absl::Status JobUnderTest::ChangeGroup(int group, const HyperParameterOverrides& changes) {
-  BALLAST_ASSIGN_OR_RETURN(const HyperParameters values, job_->UpdateGroup(group, changes));
+  BALLAST_ASSIGN_OR_RETURN(const HyperParameters values,
+                           AskLead<HyperParameters>([&](Job& job, Done<HyperParameters> done) {
+                             std::move(done)(job.UpdateGroup(group, changes));
+                           }));
   model_.ChangeGroup(group, changes);
+  changed_unheard_ = has_members();
   if (values == model_.state().in_force[group]) return absl::OkStatus();
   return Wrong("set-group of group ", group, " says ", ToString(values));
 }
@@ -189,11 +307,12 @@ absl::Status JobUnderTest::CheckShard(int chunk, const std::vector<std::byte>& c
 }
 
 absl::Status JobUnderTest::CheckShards() {
-  const Generation generation = job_->Status().generation;
+  const Generation generation = job().Status().generation;
   for (int chunk = 0; chunk < static_cast<int>(layout().chunks().size()); ++chunk) {
     std::vector<std::byte> bytes(Shard(chunk).size());
-    BALLAST_RETURN_IF_ERROR(
-        job_->ReadShard(generation, model_.state().committed_step, chunk, absl::MakeSpan(bytes)));
+    Job& part = home(layout().chunks()[chunk].rank);
+    BALLAST_RETURN_IF_ERROR(part.ReadShard(generation, model_.state().committed_step,
+                                           ChunkAt(part, chunk), absl::MakeSpan(bytes)));
     BALLAST_RETURN_IF_ERROR(CheckShard(chunk, bytes));
   }
   return absl::OkStatus();
@@ -255,7 +374,8 @@ absl::Status JobUnderTest::CheckSpeculation(const JobStatus& status, const Attem
   const bool whole = expected.decision.apply ? counts.published + counts.redone == counts.speculated
                                              : counts.published + counts.redone == 0;
   // Speculated right: nothing is done again.
-  const bool as_begun = (attempt.expects_clipping || attempt.vote.clipping.multipliers.empty()) &&
+  const bool as_begun = !changed_unheard_ &&
+                        (attempt.expects_clipping || attempt.vote.clipping.multipliers.empty()) &&
                         attempt.vote.overrides.empty();
   const bool right =
       expected.decision.apply && expected.decision.clip_coefficient == 1 && as_begun &&
@@ -272,7 +392,34 @@ absl::Status JobUnderTest::CheckSpeculation(const JobStatus& status, const Attem
 
 absl::Status JobUnderTest::CheckStatus(const Attempt& attempt, const ModelOutcome& expected,
                                        int64_t summed_chunks) {
-  const JobStatus status = job_->Status();
+  if (expected.given_up) ++given_up_steps_;
+  int64_t summed = 0;
+  const Generation generation = job().Status().generation;
+  for (size_t member = 0; member < parts_.size(); ++member) {
+    const JobStatus status = parts_[member]->Status();
+    BALLAST_RETURN_IF_ERROR(
+        Annotate(CheckPart(status, attempt, expected), absl::StrCat("member ", member)));
+    if (status.generation != generation) {
+      return Wrong("member ", member, " is at generation ", ToString(status.generation),
+                   ", its lead at ", ToString(generation));
+    }
+    summed += status.accumulators_in_use;
+    if (!has_members()) continue;
+    const SpeculationCounts& counts = status.recent_steps.back().speculation;
+    tally().speculated += counts.speculated;
+    tally().published += counts.published;
+    tally().redone += counts.redone;
+  }
+  // A later process counts its own.
+  const bool has_died = has_members() && linked_->deaths_seen() > 0;
+  if (summed != summed_chunks && !expected.given_up && !has_died) {
+    return Wrong(summed, " accumulators in use, expected ", summed_chunks);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status JobUnderTest::CheckPart(const JobStatus& status, const Attempt& attempt,
+                                     const ModelOutcome& expected) {
   const ModelState& state = model_.state();
   if (status.committed_step != state.committed_step || status.phase != JobPhase::kReady) {
     return Wrong("the job stands at step ", status.committed_step, ", expected ",
@@ -283,7 +430,6 @@ absl::Status JobUnderTest::CheckStatus(const Attempt& attempt, const ModelOutcom
     return Wrong("applied ", status.applied_steps, " and skipped ", status.skipped_steps,
                  " steps, expected ", model_.applied_steps(), " and ", model_.skipped_steps());
   }
-  if (expected.given_up) ++given_up_steps_;
   const uint64_t not_kept = status.statistics.not_kept_steps();
   if (not_kept != given_up_steps_ ||
       status.coverage_complete_steps + not_kept != status.applied_steps + status.skipped_steps) {
@@ -314,9 +460,6 @@ absl::Status JobUnderTest::CheckStatus(const Attempt& attempt, const ModelOutcom
   if (status.trainer_state != state.trainer_state) {
     return Wrong("the trainer's state is '", status.trainer_state, "'");
   }
-  if (status.accumulators_in_use != summed_chunks && !expected.given_up) {
-    return Wrong(status.accumulators_in_use, " accumulators in use, expected ", summed_chunks);
-  }
   const bool given_up = expected.given_up;
   if (record.voted != (given_up ? Clipping() : attempt.vote.clipping) ||
       record.abandoned != expected.abandoned) {
@@ -333,53 +476,86 @@ absl::Status JobUnderTest::CheckStatus(const Attempt& attempt, const ModelOutcom
 absl::Status JobUnderTest::CheckCommit(const Attempt& attempt, const ModelOutcome& expected,
                                        int64_t summed_chunks) {
   ++tally().committed;
+  tally().over_members += has_members();
   tally().clipped += expected.decision.apply && expected.decision.clip_coefficient != 1;
   tally().skipped += !expected.decision.apply;
   tally().abandoned += expected.abandoned;
   tally().given_up += expected.given_up;
   tally().with_unused += !expected.unused_parameters.empty();
   BALLAST_RETURN_IF_ERROR(CheckStatus(attempt, expected, summed_chunks));
+  changed_unheard_ = false;
   return CheckShards();
 }
 
 // ---------------------------------------------------------------- state
 
-absl::StatusOr<Snapshot> JobUnderTest::TakeSnapshot() {
+absl::StatusOr<Snapshot> JobUnderTest::TakeSnapshot(Job& part) {
   std::vector<int> trainable;
   for (int p = 0; p < static_cast<int>(plan_.parameters.size()); ++p) {
     if (plan_.parameters[p].trainable) trainable.push_back(p);
   }
   ++tally().snapshots;
-  return job_->TakeSnapshot(trainable);
+  return part.TakeSnapshot(trainable);
+}
+
+absl::StatusOr<std::vector<Snapshot>> JobUnderTest::TakeSnapshots() {
+  std::vector<Snapshot> snapshots;
+  for (const auto& part : parts_) {
+    BALLAST_ASSIGN_OR_RETURN(Snapshot snapshot, TakeSnapshot(*part));
+    snapshots.push_back(std::move(snapshot));
+  }
+  return snapshots;
 }
 
 absl::Status JobUnderTest::CheckSnapshot(const Snapshot& snapshot, const ModelState& state) const {
+  return CheckSnapshot(snapshot, state, layout());
+}
+
+absl::Status JobUnderTest::CheckSnapshots(const std::vector<Snapshot>& snapshots,
+                                          const ModelState& state) const {
+  for (size_t part = 0; part < snapshots.size(); ++part) {
+    BALLAST_RETURN_IF_ERROR(Annotate(CheckSnapshot(snapshots[part], state, parts_[part]->layout()),
+                                     absl::StrCat("member ", part)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status JobUnderTest::CheckSnapshot(const Snapshot& snapshot, const ModelState& state,
+                                         const Layout& layout) const {
   if (snapshot.step() != state.committed_step) {
     return Wrong("a snapshot of step ", snapshot.step(), ", expected ", state.committed_step);
   }
   for (int p = 0; p < static_cast<int>(plan_.parameters.size()); ++p) {
     const ParameterPlan& parameter = plan_.parameters[p];
     if (!parameter.trainable) continue;
-    const ParameterState& expected = state.parameters[p];
-    if (snapshot.update_count(p) != expected.updates) {
+    if (snapshot.update_count(p) != state.parameters[p].updates) {
       return Wrong("in a snapshot ", NameOf(parameter), " has had ", snapshot.update_count(p),
-                   " updates, expected ", expected.updates);
+                   " updates, expected ", state.parameters[p].updates);
     }
-    const std::vector<float>* const planes[] = {&expected.master, &expected.exp_avg,
-                                                &expected.exp_avg_sq, &expected.max_exp_avg_sq};
-    std::vector<float> came(parameter.elements);
     for (int plane = 0; plane < kMaxPlanes; ++plane) {
       const bool has = plane < 3 || plan_.groups[parameter.group].hyper_parameters.amsgrad;
-      if (snapshot.has_plane(p, static_cast<Plane>(plane)) != has) {
-        return Wrong(NameOf(parameter), " has or lacks plane ", plane);
-      }
-      if (!has) continue;
-      snapshot.Read(p, static_cast<Plane>(plane), 0, absl::MakeSpan(came));
-      for (int64_t i = 0; i < parameter.elements; ++i) {
-        const float want = (*planes[plane])[i];
-        if (std::bit_cast<uint32_t>(came[i]) == std::bit_cast<uint32_t>(want)) continue;
-        return Wrong("step ", state.committed_step, ": ", Name(static_cast<Plane>(plane)), " of ",
-                     NameOf(parameter), "[", i, "] is ", came[i], ", expected ", want);
+      if (snapshot.has_plane(p, static_cast<Plane>(plane)) == has) continue;
+      return Wrong(NameOf(parameter), " has or lacks plane ", plane);
+    }
+  }
+  for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
+    for (const ChunkPiece& piece : layout.Pieces(chunk)) {
+      const ParameterState& expected = state.parameters[piece.parameter];
+      const std::vector<float>* const planes[] = {&expected.master, &expected.exp_avg,
+                                                  &expected.exp_avg_sq, &expected.max_exp_avg_sq};
+      std::vector<float> came(piece.elements);
+      for (int plane = 0; plane < kMaxPlanes; ++plane) {
+        if (!snapshot.has_plane(piece.parameter, static_cast<Plane>(plane))) continue;
+        snapshot.Read(piece.parameter, static_cast<Plane>(plane), piece.parameter_offset,
+                      absl::MakeSpan(came));
+        for (int64_t i = 0; i < piece.elements; ++i) {
+          const int64_t at = piece.parameter_offset + i;
+          const float want = (*planes[plane])[at];
+          if (std::bit_cast<uint32_t>(came[i]) == std::bit_cast<uint32_t>(want)) continue;
+          return Wrong("step ", state.committed_step, ": ", Name(static_cast<Plane>(plane)), " of ",
+                       NameOf(plan_.parameters[piece.parameter]), "[", at, "] is ", came[i],
+                       ", expected ", want);
+        }
       }
     }
   }
@@ -387,8 +563,8 @@ absl::Status JobUnderTest::CheckSnapshot(const Snapshot& snapshot, const ModelSt
 }
 
 absl::Status JobUnderTest::CheckAllState() {
-  BALLAST_ASSIGN_OR_RETURN(const Snapshot snapshot, TakeSnapshot());
-  return CheckSnapshot(snapshot, model_.state());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Snapshot> snapshots, TakeSnapshots());
+  return CheckSnapshots(snapshots, model_.state());
 }
 
 }  // namespace ballast::histories

@@ -1,5 +1,5 @@
-// What both players need: the engine that a history is played on, its job, the model, and the
-// comparison of the two.
+// What both players need: the engine that a history is played on, or those of all members, its job,
+// the model, and the comparison of the two.
 #ifndef BALLAST_TESTS_HISTORIES_ENGINE_JOB_UNDER_TEST_H_
 #define BALLAST_TESTS_HISTORIES_ENGINE_JOB_UNDER_TEST_H_
 
@@ -13,10 +13,13 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "tests/histories/engine/deaths.h"
 #include "tests/histories/history.h"
+#include "tests/histories/members/host.h"
+#include "tests/histories/members/linked_engines.h"
 #include "tests/histories/memory_file_system.h"
 #include "tests/histories/model.h"
 
@@ -56,6 +59,10 @@ struct Tally {
   int64_t deaths = 0;                      // Of the service's process,
   int64_t carried_out = 0;                 // with a decided step that the next one carries out,
   std::map<std::string, int64_t> died_at;  // by the store.
+  int64_t over_members = 0;                // Steps committed by several members, which
+  int64_t words = 0;                       // said so many words,
+  int64_t link_cuts = 0;                   // with so many links cut,
+  int64_t member_deaths = 0;               // and so many deaths of a member.
 };
 std::string Describe(const Tally& tally);
 
@@ -66,6 +73,8 @@ class Engines {
   // one engine at a time. The one before is gone, and all of its jobs are by then. The jobs of one
   // that `may_die` outlive it in named memory.
   Engine& WithThreads(int threads, bool may_die = false);
+  // There is none from now on: members have their own.
+  void Clear();
   // Of an engine that may die.
   Deaths& deaths() { return *deaths_; }
   // The engine has died, and nobody uses it any more: the next one, with what it left.
@@ -95,6 +104,9 @@ absl::Status ExpectCode(absl::StatusCode expected, const absl::Status& came,
                         const std::string& what);
 
 // One job, and what should become of it. Used from one thread.
+//
+// With members: between Expose and Settle one of them may die, links may be cut, and only Ask and
+// the hosts reach the job. All else needs it to be settled.
 class JobUnderTest {
  public:
   // Creates the job with its first weights. `may_die`: the engine.
@@ -102,16 +114,50 @@ class JobUnderTest {
   ~JobUnderTest();  // Closes the job: streams and snapshots are gone by then.
 
   const JobPlan& plan() const { return plan_; }
-  Job& job() { return *job_; }
+  bool has_members() const { return linked_ != nullptr; }
+  Job& job() { return *parts_[lead_]; }  // The lead's.
+  Job& home(int rank) { return *parts_[spec_.home(rank)]; }
+  const std::vector<std::shared_ptr<Job>>& parts() const { return parts_; }
+  const JobSpec& spec() const { return spec_; }
+  Host& host(int member) { return has_members() ? linked_->host(member) : host_; }
+  Host& host_of(int rank) { return host(spec_.home(rank)); }
+  LinkedEngines& linked() { return *linked_; }
   const Layout& layout() const { return layout_; }
   Engine& engine() { return *engine_; }
-  Deaths& deaths() { return engines_.deaths(); }
+  Deaths& deaths() { return has_members() ? *linked_->deaths() : engines_.deaths(); }
   Model& model() { return model_; }
   const Model& model() const { return model_; }
   Tally& tally() { return engines_.tally(); }
   uint64_t next_step() const { return model_.state().committed_step + 1; }
 
+  // Members may die, if one is to, and are reached only by Ask.
+  void Expose();
+  // All members are there and have heard each other.
+  absl::Status Settle();
+  // A call of a member's job, of the process that is there. UNAVAILABLE: it has died since.
+  template <typename T, typename Call>
+  absl::StatusOr<T> Ask(int member, Call&& call) {
+    const auto visit = host(member).Enter();
+    BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, visit->engine().FindJob(spec_.name));
+    return visit->template Await<T>([&](Done<T> done) { call(*job, std::move(done)); });
+  }
+  // The same of the lead, while members may die, until one has answered it. Then all are settled.
+  template <typename T, typename Call>
+  absl::StatusOr<T> AskLead(Call&& call) {
+    for (int turn = 0;; ++turn) {
+      if (has_members()) BALLAST_RETURN_IF_ERROR(Settle());
+      Expose();
+      absl::StatusOr<T> answer = Ask<T>(lead_, call);
+      if (has_members()) BALLAST_RETURN_IF_ERROR(Settle());
+      if (!has_members() || !IsPassing(answer.status()) || turn == kMostTurns) return answer;
+    }
+  }
+
+  // With members: at all of them, before anything else.
+  absl::Status Create();
   absl::Status UploadWeights();
+  // With members: at all of them.
+  absl::Status Close();
   // The engine has died, and nothing of it is held any more but this job: it goes on in the next.
   absl::Status TakeOver();
   // What has the job's name by now.
@@ -138,26 +184,50 @@ class JobUnderTest {
   absl::Status CheckSnapshot(const Snapshot& snapshot, const ModelState& state) const;
   absl::Status CheckAllState();
 
-  absl::StatusOr<Snapshot> TakeSnapshot();
+  absl::StatusOr<Snapshot> TakeSnapshot() { return TakeSnapshot(job()); }
+  // Of all parts.
+  absl::StatusOr<std::vector<Snapshot>> TakeSnapshots();
+  absl::Status CheckSnapshots(const std::vector<Snapshot>& snapshots,
+                              const ModelState& state) const;
 
  private:
+  static constexpr int kMostTurns = 100;
+  // What a task ends with where a link or a process ends.
+  static bool IsPassing(const absl::Status& status) {
+    return absl::IsUnavailable(status) || absl::IsAborted(status);
+  }
+  absl::Status UploadWeights(int chunk);
+  absl::Status AwaitBegun();
+  int ChunkAt(const Job& part, int chunk) const;  // Its number there.
+  absl::StatusOr<Snapshot> TakeSnapshot(Job& part);
+  absl::Status CheckSnapshot(const Snapshot& snapshot, const ModelState& state,
+                             const Layout& layout) const;
+  absl::Status CheckPart(const JobStatus& status, const Attempt& attempt,
+                         const ModelOutcome& expected);
   absl::Status CheckStatus(const Attempt& attempt, const ModelOutcome& expected,
                            int64_t summed_chunks);
   // The record of the last step, after a load.
-  absl::Status CheckLoadedRecord() const;
+  absl::Status CheckLoadedRecord(const Job& part) const;
   absl::Status CheckSpeculation(const JobStatus& status, const Attempt& attempt,
                                 const ModelOutcome& expected);
 
   Engines& engines_;
   const JobPlan plan_;
-  Engine* engine_;
-  std::shared_ptr<Job> job_;
+  std::unique_ptr<LinkedEngines> linked_;  // Null: one engine.
+  Engine* engine_ = nullptr;               // Null: one each.
+  Host host_;
+  JobSpec spec_;
+  int lead_ = 0;
+  std::vector<std::shared_ptr<Job>> parts_;
   const Layout layout_;  // What is made of it outlives an engine.
   Model model_;
   std::string directory_;
   std::optional<ModelState> saved_;
   std::vector<StepRecord> saved_records_;
   uint64_t given_up_steps_ = 0;
+  // An operator has changed a group since the last commit, which other members than the lead do not
+  // know.
+  bool changed_unheard_ = false;
 };
 
 }  // namespace ballast::histories

@@ -77,7 +77,14 @@ SessionPlayer::Ending SessionPlayer::PlayTail(int rank) {
   return {.status = Wrong("no seal")};
 }
 
+void SessionPlayer::MakePayloads(const std::vector<Call>& calls) {
+  for (const Call& call : calls) {
+    if (call.kind == CallKind::kContribute) ScriptOf(call).Payload(call.chunk, call.segment);
+  }
+}
+
 absl::Status SessionPlayer::PlaySeals() {
+  BALLAST_RETURN_IF_ERROR(stage_.Settle());
   // Nobody has sealed, so nothing is decided, and what came ahead is nobody's weights.
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
@@ -85,24 +92,20 @@ absl::Status SessionPlayer::PlaySeals() {
   const bool never_whole = NeverWhole();
   spike_ = attempt_->spikes > 0 && attempt_->end == End::kCommit && !never_whole &&
            !NeverWhole(live_ + 1);
-  // Payloads are made here: the scripts are not for several threads.
-  const auto make_payloads = [&](const std::vector<Call>& calls) {
-    for (const Call& call : calls) {
-      if (call.kind == CallKind::kContribute) ScriptOf(call).Payload(call.chunk, call.segment);
-    }
-  };
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
-    make_payloads(ranks_[rank].tail);
-    if (ranks_[rank].try_number < last_try()) make_payloads(tries_->CallsOf(rank, last_try()));
+    MakePayloads(ranks_[rank].tail);
+    if (ranks_[rank].try_number < last_try()) MakePayloads(tries_->CallsOf(rank, last_try()));
   }
   const Generation generation = stage_.job().Status().generation;
+  if (!std::exchange(live_begun_, true)) stage_.model().Begin(live());
+  stage_.Expose();
   std::vector<std::thread> threads;
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     threads.emplace_back([this, rank, never_whole] {
       Rank& side = ranks_[rank];
       side.ending = PlayTail(rank);
       // The others would wait for this one for ever.
-      if (never_whole) stage_.job().AbortStep().IgnoreError();
+      if (never_whole) Abort().IgnoreError();
       wires_.Release();
     });
   }
@@ -114,12 +117,20 @@ absl::Status SessionPlayer::PlaySeals() {
   wires_.Release();
   bool aborted = false;
   if (attempt_->end == End::kAbortAtDecision) {
-    const absl::Status status = stage_.job().AbortStep().status();
-    aborted = status.ok();
-    if (!aborted) late.Update(ExpectCode(absl::StatusCode::kFailedPrecondition, status, "abort"));
+    const absl::Status status = Abort();
+    if (!status.ok()) {
+      late.Update(ExpectCode(absl::StatusCode::kFailedPrecondition, status, "abort"));
+    }
   }
   for (std::thread& thread : threads) thread.join();
   BALLAST_RETURN_IF_ERROR(late);
+  BALLAST_RETURN_IF_ERROR(stage_.Settle());
+  if (attempt_->end == End::kAbortAtDecision) {
+    const JobStatus status = stage_.job().Status();
+    aborted = status.generation != generation ||
+              (status.committed_step == stage_.next_step() &&
+               status.recent_steps.back().outcome.skip_cause == SkipCause::kNotKept);
+  }
   if (std::exchange(spike_, false)) {
     ++stage_.tally().spikes;
     ++live_;
@@ -187,6 +198,8 @@ absl::Status SessionPlayer::CheckCommitted() {
 }
 
 bool SessionPlayer::GivesUp() const {
+  // The record of a skip is the lead's, so its ranks have to be in the live try.
+  if (stage_.has_members() && !live_begun_) return false;
   return history_.job.on_abort == OnAbort::kSkip &&
          std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
 }
@@ -232,35 +245,129 @@ bool SessionPlayer::AnyBegun() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
 }
 
+absl::Status SessionPlayer::Abort() {
+  const int lead = stage_.spec().lead();
+  for (;;) {
+    if (stage_.has_members()) BALLAST_RETURN_IF_ERROR(stage_.linked().Settle());
+    const absl::Status aborted =
+        stage_
+            .Ask<uint64_t>(
+                lead, [](Job& job, Done<uint64_t> done) { (void)job.AbortStep(std::move(done)); })
+            .status();
+    if (!absl::IsUnavailable(aborted)) return aborted;
+  }
+}
+
+bool SessionPlayer::MayBeRedone() const {
+  return stage_.has_members() &&
+         std::any_of(attempt_->events.begin(), attempt_->events.end(), [](const Event& event) {
+           return event.kind == EventKind::kLinkCut || event.kind == EventKind::kDeath;
+         });
+}
+
+absl::Status SessionPlayer::BeginSeals() {
+  if (!stage_.has_members() || may_die_) return absl::OkStatus();
+  std::vector<int> seal;
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    Rank& side = ranks_[rank];
+    const bool has_calls = std::any_of(calls_.begin(), calls_.end(),
+                                       [rank](const Call& call) { return call.rank == rank; });
+    const bool ends = attempt_->end == End::kRestart && attempt_->end_rank == rank;
+    if (side.tail.empty() || has_calls || ends || late_[rank] || side.try_number != live_) continue;
+    seal.push_back(rank);
+    MakePayloads(side.tail);
+  }
+  for (const int rank : seal) {
+    seals_.emplace_back([this, rank] { ranks_[rank].ending = PlayTail(rank); });
+  }
+  for (const int rank : seal) {
+    if (!wires_.AwaitSealHandled(rank)) return Wrong("the seal of rank ", rank, " has not come");
+  }
+  return absl::OkStatus();
+}
+
+void SessionPlayer::JoinSeals() {
+  for (std::thread& thread : seals_) thread.join();
+  seals_.clear();
+}
+
 absl::Status SessionPlayer::BreakOff() {
+  absl::Status status = BeginSeals();
+  if (status.ok()) status = BreakOffNow();
+  if (!status.ok()) Abort().IgnoreError();  // Otherwise they would wait for long.
+  JoinSeals();
+  return status;
+}
+
+absl::Status SessionPlayer::BreakOffNow() {
   wires_.Release();
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     if (ranks_[rank].begun && !wires_.AwaitBegun(rank, ranks_[rank].try_number)) {
       return Wrong("rank ", rank, " has not begun");
     }
   }
+  BALLAST_RETURN_IF_ERROR(stage_.Settle());
   if (attempt_->end == End::kLoad) {
     BALLAST_ASSIGN_OR_RETURN(const std::optional<CheckpointInfo> info, stage_.Load());
     if (!info.has_value()) return AbortNow();
+    JoinSeals();
     for (int rank = 0; rank < history_.job.world_size; ++rank) {
       BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
     }
     return StartOver();
   }
   if (attempt_->end == End::kAbort) return AbortNow();
+  if (attempt_->end == End::kUndo) {
+    BALLAST_RETURN_IF_ERROR(AbortNow());
+    return UndoNow();
+  }
   return TakeRank(attempt_->end == End::kRestart);
 }
 
 absl::Status SessionPlayer::AbortNow() {
-  const bool gives_up = GivesUp();
-  const absl::Status aborted = stage_.job().AbortStep().status();
+  bool gives_up = GivesUp();
+  const Generation generation = stage_.job().Status().generation;
+  stage_.Expose();
+  const absl::Status aborted = Abort();
+  BALLAST_RETURN_IF_ERROR(stage_.Settle());
+  if (aborted.ok()) JoinSeals();
   if (!AnyBegun()) {
     return ExpectCode(absl::StatusCode::kFailedPrecondition, aborted, "abort-step");
   }
-  BALLAST_RETURN_IF_ERROR(aborted);
+  const bool raised = stage_.job().Status().generation != generation;
+  // The answer to one that was carried out may be lost.
+  if (!may_die_) BALLAST_RETURN_IF_ERROR(aborted);
   ++stage_.tally().aborted;
+  if (raised && MayBeRedone()) gives_up = false;
+  if (raised == gives_up) return Wrong("an aborted step was ", raised ? "redone" : "not redone");
   if (gives_up) return CheckGivenUp(/*replaced=*/-1);
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
+  }
+  return StartOver();
+}
+
+absl::Status SessionPlayer::UndoNow() {
+  for (const auto& [snapshot, state] : snapshots_) {
+    BALLAST_RETURN_IF_ERROR(stage_.CheckSnapshots(snapshot, state));
+  }
+  snapshots_.clear();  // Readers are waited for.
+  const std::optional<uint64_t> expected = stage_.model().undoable_step();
+  const JobStatus before = stage_.job().Status();
+  const absl::StatusOr<uint64_t> undone =
+      stage_.AskLead<uint64_t>([&](Job& job, Done<uint64_t> done) {
+        (void)job.UndoStep({.step = before.committed_step, .generation = before.generation},
+                           std::move(done));
+      });
+  if (!expected.has_value()) {
+    return ExpectCode(absl::StatusCode::kFailedPrecondition, undone.status(), "undo");
+  }
+  BALLAST_RETURN_IF_ERROR(undone.status());
+  if (*undone != *expected) return Wrong("undid step ", *undone, ", expected ", *expected);
+  ++stage_.tally().undone;
+  stage_.model().Undo();
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    ranks_[rank].begun = false;
     BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
   }
   return StartOver();
@@ -279,21 +386,44 @@ absl::Status SessionPlayer::ExpectEnded(int rank) {
 
 absl::Status SessionPlayer::TakeRank(bool restart) {
   Rank& side = ranks_[attempt_->end_rank];
-  const bool gives_up = GivesUp();
+  bool gives_up = GivesUp();
   if (restart) side.session.reset();
   const Generation generation = stage_.job().Status().generation;
   side.process_id = absl::StrCat("process", ++processes_);
-  BALLAST_RETURN_IF_ERROR(
-      stage_.job().Attach({.rank = attempt_->end_rank, .process_id = side.process_id}).status());
+  absl::Status attached;
+  do {
+    stage_.Expose();
+    attached = stage_
+                   .Ask<Attachment>(stage_.spec().home(attempt_->end_rank),
+                                    [&](Job& job, Done<Attachment> done) {
+                                      (void)job.Attach({.rank = attempt_->end_rank,
+                                                        .process_id = side.process_id},
+                                                       std::move(done));
+                                    })
+                   .status();
+    BALLAST_RETURN_IF_ERROR(stage_.Settle());
+  } while (stage_.has_members() && absl::IsUnavailable(attached));
+  BALLAST_RETURN_IF_ERROR(attached);
   ++stage_.tally().replaced;
   // A rank that had no part in the step and whose stream was broken just now was free.
-  const bool raised = stage_.job().Status().generation != generation;
+  const JobStatus now = stage_.job().Status();
+  const bool raised = now.generation != generation;
+  const bool skipped = now.committed_step == stage_.next_step();
+  if (raised && MayBeRedone()) gives_up = skipped;
+  if (raised || skipped) JoinSeals();
+  if (skipped && raised && may_die_) {
+    // The old process has come back from a death in between, and was replaced once more.
+    const ModelOutcome expected = stage_.model().GiveUp(live());
+    BALLAST_RETURN_IF_ERROR(StartOver());
+    return stage_.CheckCommit(live(), expected, 0);
+  }
   if (raised && gives_up) return Wrong("a step was redone that all ranks had begun");
   if (side.begun && !raised && !gives_up) {
     return Wrong("a new process of rank ", attempt_->end_rank,
                  raised ? " raised" : " did not raise", " the generation");
   }
-  BALLAST_RETURN_IF_ERROR(ExpectEnded(attempt_->end_rank));
+  // Of a skip by other members it may hear before it is replaced.
+  if (!gives_up || !stage_.has_members()) BALLAST_RETURN_IF_ERROR(ExpectEnded(attempt_->end_rank));
   if (gives_up) {
     return CheckGivenUp(attempt_->end_rank);
   }
@@ -302,7 +432,9 @@ absl::Status SessionPlayer::TakeRank(bool restart) {
       BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
     }
   } else if (AnyBegun()) {
-    BALLAST_RETURN_IF_ERROR(stage_.job().AbortStep().status());
+    BALLAST_RETURN_IF_ERROR(Abort());
+    BALLAST_RETURN_IF_ERROR(stage_.Settle());
+    JoinSeals();
   }
   return StartOver();
 }

@@ -47,7 +47,8 @@ bool Lending::AwaitAllBack() {
 SessionPlayer::SessionPlayer(Engines& engines, const History& history)
     : history_(history),
       small_window_(history.seed % 4 == 0),
-      stage_(engines, history.job),
+      may_die_(history.layer == Layer::kMembers && HasDeath(history)),
+      stage_(engines, history.job, may_die_),
       wires_(history.job.world_size),
       ranks_(history.job.world_size) {}
 
@@ -60,7 +61,12 @@ SessionPlayer::~SessionPlayer() {
 }
 
 absl::Status SessionPlayer::Play() {
+  BALLAST_RETURN_IF_ERROR(stage_.Create());
+  for (const Event& event : history_.attempts.front().events) {
+    if (event.kind == EventKind::kDeath && event.pick % 4 == 1) ArmDeath(event);
+  }
   BALLAST_RETURN_IF_ERROR(stage_.UploadWeights());
+  if (may_die_) stage_.deaths().Disarm();
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     ranks_[rank].process_id = absl::StrCat("process", ++processes_);
     BALLAST_RETURN_IF_ERROR(OpenSession(rank));
@@ -70,9 +76,13 @@ absl::Status SessionPlayer::Play() {
     BALLAST_RETURN_IF_ERROR(Annotate(PlayAttempt(attempt), absl::StrCat("attempt ", i + 1)));
   }
   for (const auto& [snapshot, state] : snapshots_) {
-    BALLAST_RETURN_IF_ERROR(stage_.CheckSnapshot(snapshot, state));
+    BALLAST_RETURN_IF_ERROR(stage_.CheckSnapshots(snapshot, state));
   }
-  return stage_.CheckAllState();
+  BALLAST_RETURN_IF_ERROR(stage_.CheckAllState());
+  snapshots_.clear();
+  for (Rank& side : ranks_) side.session.reset();
+  wires_.Plan(std::vector<RankFaults>(ranks_.size()));
+  return stage_.Close();
 }
 
 // ---------------------------------------------------------------- sessions
@@ -83,7 +93,7 @@ absl::Status SessionPlayer::OpenSession(int rank) {
   for (const int chunk : stage_.layout().chunks_of_rank(rank)) {
     side.weights[chunk].assign(stage_.Shard(chunk).size(), std::byte{0xee});
   }
-  client::SessionOptions options = {.job = stage_.job().spec(),
+  client::SessionOptions options = {.job = stage_.spec(),
                                     .rank = rank,
                                     .process_id = side.process_id,
                                     .join_timeout = absl::Seconds(60)};
@@ -96,9 +106,9 @@ absl::Status SessionPlayer::OpenSession(int rank) {
   options.reconnect_timeout = absl::Hours(1000);
   if (small_window_) options.window_bytes = 3000;
   BALLAST_ASSIGN_OR_RETURN(
-      side.session,
-      client::SessionImpl::Open(std::make_unique<EngineTransport>(stage_.engine(), wires_, rank),
-                                clock_, std::move(options)));
+      side.session, client::SessionImpl::Open(
+                        std::make_unique<EngineTransport>(stage_.host_of(rank), wires_, rank),
+                        clock_, std::move(options)));
   BALLAST_RETURN_IF_ERROR(side.session->ReadWeights());
   if (side.session->committed_step() != stage_.model().state().committed_step) {
     return Wrong("rank ", rank, " finds step ", side.session->committed_step(), ", expected ",
@@ -148,7 +158,9 @@ std::vector<RankFaults> SessionPlayer::PlanFaults() const {
     const int up = Script::IndexOf(event.at, messages[event.rank]);
     switch (event.kind) {
       case EventKind::kCut: {
-        const auto where = static_cast<Break::Where>(event.pick % 4);
+        auto where = static_cast<Break::Where>(event.pick % 4);
+        // A process that dies leaves no stream.
+        if (may_die_ && where == Break::kUpUnseen) where = Break::kUp;
         // Down come as many acknowledgements, and then the decision and the weights.
         const int down = event.at * (messages[event.rank] + 6) / kPositions;
         of.breaks.push_back({.where = where, .message = where == Break::kDown ? down : up});
@@ -161,14 +173,29 @@ std::vector<RankFaults> SessionPlayer::PlanFaults() const {
         of.repeats.insert(up);
         break;
       case EventKind::kLate:
-        // Somebody has to be in time. And a late rank's pushes would wait for room.
-        of.late = event.rank != 0 && !small_window_;
+        // Somebody has to be in time. A late rank's pushes would wait for room. And it does not see
+        // that its process dies.
+        of.late = event.rank != 0 && !small_window_ && !may_die_;
         break;
       default:
         break;
     }
   }
   return faults;
+}
+
+std::vector<LinkCut> SessionPlayer::PlanLinkCuts() const {
+  std::vector<LinkCut> cuts;
+  for (const Event& event : attempt_->events) {
+    if (event.kind != EventKind::kLinkCut) continue;
+    const JobSpec& spec = stage_.spec();
+    int member = spec.home(event.rank);
+    if (member == spec.lead()) member = (member + 1) % spec.member_count();
+    cuts.push_back({.member = member,
+                    .word = event.at % 12,
+                    .how = static_cast<LinkCut::How>(event.pick % 3)});
+  }
+  return cuts;
 }
 
 absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
@@ -195,12 +222,13 @@ absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
     ranks_[rank].ending = {};
   }
   wires_.Plan(faults);
+  if (stage_.has_members()) stage_.linked().Plan(PlanLinkCuts());
   BALLAST_RETURN_IF_ERROR(PlayUpToSeals());
-  if (broken_off_) return BreakOff();
-  BALLAST_RETURN_IF_ERROR(PlaySeals());
+  BALLAST_RETURN_IF_ERROR(broken_off_ ? BreakOff() : PlaySeals());
+  if (may_die_) stage_.deaths().Disarm();
   while (snapshots_.size() > 2) {
     BALLAST_RETURN_IF_ERROR(
-        stage_.CheckSnapshot(snapshots_.front().first, snapshots_.front().second));
+        stage_.CheckSnapshots(snapshots_.front().first, snapshots_.front().second));
     snapshots_.erase(snapshots_.begin());
   }
   return absl::OkStatus();
@@ -209,14 +237,18 @@ absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
 absl::Status SessionPlayer::PlayUpToSeals() {
   const bool breaks_off = attempt_->end != End::kCommit && attempt_->end != End::kAbortAtDecision;
   const size_t planned = calls_.size();
+  stage_.Expose();
   for (size_t i = 0; i < calls_.size(); ++i) {
     if (breaks_off && Script::IndexOf(attempt_->end_at, planned) == static_cast<int>(i)) {
       broken_off_ = true;
+      calls_.erase(calls_.begin(), calls_.begin() + static_cast<ptrdiff_t>(i));
       return absl::OkStatus();
     }
     for (const Event& event : attempt_->events) {
       if (Script::IndexOf(event.at, planned) != static_cast<int>(i)) continue;
+      BALLAST_RETURN_IF_ERROR(stage_.Settle());
       BALLAST_RETURN_IF_ERROR(Happen(event, i));
+      stage_.Expose();
     }
     Rank& side = ranks_[calls_[i].rank];
     if (calls_[i].kind == CallKind::kSeal || !side.tail.empty()) {
@@ -237,6 +269,8 @@ absl::Status SessionPlayer::Begin(const Call& call) {
   if (!wires_.AwaitBegun(call.rank, side.try_number)) {
     return Wrong("rank ", call.rank, " has not begun");
   }
+  // An operator's changes are in a step that the lead has not begun.
+  if (stage_.spec().home(call.rank) != stage_.spec().lead()) return absl::OkStatus();
   if (side.try_number == live_ && !std::exchange(live_begun_, true)) stage_.model().Begin(live());
   return absl::OkStatus();
 }
@@ -301,14 +335,21 @@ absl::Status SessionPlayer::Make(const Call& call) {
   return Wrong("a seal outside the tail");
 }
 
+void SessionPlayer::ArmDeath(const Event& event) {
+  if (!may_die_) return;
+  stage_.deaths().Arm(1 + event.pick % 16, event.pick % 8 == 0 ? 1 + event.pick / 8 % 16 : 0);
+}
+
 absl::Status SessionPlayer::Happen(const Event& event, size_t next_call) {
   switch (event.kind) {
     case EventKind::kOperator:
       return stage_.ChangeGroup(event.pick % static_cast<int>(history_.job.groups.size()),
                                 event.changes);
     case EventKind::kSnapshot: {
-      BALLAST_ASSIGN_OR_RETURN(Snapshot snapshot, stage_.TakeSnapshot());
-      snapshots_.emplace_back(std::move(snapshot), stage_.model().state());
+      BALLAST_ASSIGN_OR_RETURN(std::vector<Snapshot> taken, stage_.TakeSnapshots());
+      // They end with their process.
+      if (may_die_) return stage_.CheckSnapshots(taken, stage_.model().state());
+      snapshots_.emplace_back(std::move(taken), stage_.model().state());
       return absl::OkStatus();
     }
     case EventKind::kReadShards:
@@ -318,7 +359,10 @@ absl::Status SessionPlayer::Happen(const Event& event, size_t next_call) {
     case EventKind::kDiscard:
       return Discard(event.rank, next_call);
     case EventKind::kTellWaiting:
-      stage_.job().TellWaiting();
+      for (const auto& part : stage_.parts()) part->TellWaiting();
+      return absl::OkStatus();
+    case EventKind::kDeath:
+      ArmDeath(event);
       return absl::OkStatus();
     default:
       return absl::OkStatus();

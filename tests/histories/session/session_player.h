@@ -1,5 +1,5 @@
 // Plays a history through client sessions over EngineTransport: streams break, and no trainer may
-// notice.
+// notice. With members their links break, too, and one of them dies.
 //
 // Gradients are pushed from one thread, in the history's order; what a rank does from its first
 // seal on, which blocks, is done by a thread of its own.
@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -84,10 +85,12 @@ class SessionPlayer {
   // session_player.cc: an attempt up to the seals.
   absl::Status PlayAttempt(const Attempt& attempt);
   std::vector<RankFaults> PlanFaults() const;
+  std::vector<LinkCut> PlanLinkCuts() const;
   absl::Status PlayUpToSeals();
   absl::Status Make(const Call& call);
   absl::Status Begin(const Call& call);
   absl::Status Happen(const Event& event, size_t next_call);
+  void ArmDeath(const Event& event);
   // The rank takes back what it gave and begins the next try, unless it is late or has sealed.
   absl::Status Discard(int rank, size_t next_call);
   Script& ScriptOf(const Call& call) { return tries_->script(call.try_number); }
@@ -95,6 +98,8 @@ class SessionPlayer {
   const Attempt& live() const { return tries_->attempt(live_); }
 
   // session_endings.cc
+  // The scripts are not for several threads.
+  void MakePayloads(const std::vector<Call>& calls);
   absl::Status PlaySeals();
   // Of a rank that discards, because another one has or for the norm that it has seen.
   absl::Status CatchUp(int rank);
@@ -113,19 +118,30 @@ class SessionPlayer {
   bool NeverWhole(uint32_t try_number) const;
   bool NeverWhole() const { return NeverWhole(live_); }
 
+  // abort-step, once members have heard what ranks have said.
+  absl::Status Abort();
   absl::Status BreakOff();
+  absl::Status BreakOffNow();
+  // With members that do not die: ranks that have sent all of the live try seal, and wait.
+  absl::Status BeginSeals();
+  void JoinSeals();
   absl::Status AbortNow();
+  absl::Status UndoNow();
+  // Whether a step that is given up ends otherwise than the model says, as its lead does not know
+  // at that instant whether all have begun.
+  bool MayBeRedone() const;
   absl::Status TakeRank(bool restart);
   absl::Status ExpectEnded(int rank);
   bool AnyBegun() const;
 
   const History& history_;
   const bool small_window_;
+  const bool may_die_;  // Members.
   JobUnderTest stage_;
   InstantClock clock_;
   Wires wires_;
   std::vector<Rank> ranks_;
-  std::vector<std::pair<Snapshot, ModelState>> snapshots_;
+  std::vector<std::pair<std::vector<Snapshot>, ModelState>> snapshots_;
   int processes_ = 0;
 
   // Of the attempt in progress.
@@ -136,8 +152,9 @@ class SessionPlayer {
   std::vector<Call> calls_;
   std::vector<bool> late_;
   bool broken_off_ = false;
-  int votes_otherwise_ = -1;  // The rank that does, at first.
-  bool spike_ = false;        // The first rank that looks discards what it sees.
+  std::vector<std::thread> seals_;  // Of BeginSeals.
+  int votes_otherwise_ = -1;        // The rank that does, at first.
+  bool spike_ = false;              // The first rank that looks discards what it sees.
 };
 
 }  // namespace ballast::histories

@@ -99,6 +99,12 @@ void Wires::WasHandled(int index, const v1::TrainRequest& message) {
   changed_.NotifyAll();
 }
 
+void Wires::WasOpened(int index, const RankPosition& position) {
+  MutexLock lock(mutex_);
+  if (position.open_step != 0) ranks_[index].begun = position.attempt;
+  changed_.NotifyAll();
+}
+
 void Wires::KeepUnseen(std::unique_ptr<RankStream> stream) {
   MutexLock lock(mutex_);
   unseen_.push_back(std::move(stream));

@@ -55,6 +55,8 @@ class Wires {
   // Blocks while the rank is late.
   Fate GoesUp(int rank, const v1::TrainRequest& message);
   void WasHandled(int rank, const v1::TrainRequest& message);
+  // A stream is opened: the service says what it has.
+  void WasOpened(int rank, const RankPosition& position);
   // Whether it arrives.
   bool ComesDown(int rank);
   // A stream whose end the service has not noticed: it lives until the next Plan.
