@@ -217,16 +217,18 @@ LinkedEngines::Action LinkedEngines::Next() {
       if (!side.to_lead.empty()) full.emplace_back(member, &side.to_lead);
     }
     if (!full.empty()) {
-      const auto [member, wire] = full[random_.Below(static_cast<int>(full.size()))];
+      const auto& chosen = full[random_.Below(static_cast<int>(full.size()))];
+      const int member = chosen.first;
+      std::deque<Action>* const wire = chosen.second;
       busy_ = true;
+      const int word = sides_[member].words++;
+      const auto cut = std::find_if(planned_.begin(), planned_.end(), [&](const LinkCut& each) {
+        return each.member == member && each.word == word;
+      });
+      if (cut != planned_.end()) return [this, cut = *cut] { Cut(cut); };
       Action next = std::move(wire->front());
       wire->pop_front();
       ++words_;
-      const int word = sides_[member].words++;
-      for (const LinkCut& cut : planned_) {
-        if (cut.member != member || cut.word != word) continue;
-        actions_.push_back([this, cut] { Cut(cut); });
-      }
       return next;
     }
     changed_.Wait(mutex_);

@@ -25,7 +25,7 @@
 
 namespace ballast::histories {
 
-// Where a link is cut: what is on its wires after its `word`th word is lost.
+// Where a link is cut: its `word`th word, and what is on its wires behind it, is lost.
 struct LinkCut {
   enum How : uint8_t {
     kSeen,    // Both ends know of it before the next link is opened.

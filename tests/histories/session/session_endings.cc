@@ -354,6 +354,7 @@ absl::Status SessionPlayer::UndoNow() {
   snapshots_.clear();  // Readers are waited for.
   const std::optional<uint64_t> expected = stage_.model().undoable_step();
   const JobStatus before = stage_.job().Status();
+  PlanLinkCuts(3);
   const absl::StatusOr<uint64_t> undone =
       stage_.AskLead<uint64_t>([&](Job& job, Done<uint64_t> done) {
         (void)job.UndoStep({.step = before.committed_step, .generation = before.generation},

@@ -184,7 +184,8 @@ std::vector<RankFaults> SessionPlayer::PlanFaults() const {
   return faults;
 }
 
-std::vector<LinkCut> SessionPlayer::PlanLinkCuts() const {
+void SessionPlayer::PlanLinkCuts(int words) {
+  if (!stage_.has_members()) return;
   std::vector<LinkCut> cuts;
   for (const Event& event : attempt_->events) {
     if (event.kind != EventKind::kLinkCut) continue;
@@ -192,10 +193,10 @@ std::vector<LinkCut> SessionPlayer::PlanLinkCuts() const {
     int member = spec.home(event.rank);
     if (member == spec.lead()) member = (member + 1) % spec.member_count();
     cuts.push_back({.member = member,
-                    .word = event.at % 12,
+                    .word = event.at % words,
                     .how = static_cast<LinkCut::How>(event.pick % 3)});
   }
-  return cuts;
+  stage_.linked().Plan(std::move(cuts));
 }
 
 absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
@@ -222,7 +223,7 @@ absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
     ranks_[rank].ending = {};
   }
   wires_.Plan(faults);
-  if (stage_.has_members()) stage_.linked().Plan(PlanLinkCuts());
+  PlanLinkCuts(12);
   BALLAST_RETURN_IF_ERROR(PlayUpToSeals());
   BALLAST_RETURN_IF_ERROR(broken_off_ ? BreakOff() : PlaySeals());
   if (may_die_) stage_.deaths().Disarm();

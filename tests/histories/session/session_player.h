@@ -85,7 +85,8 @@ class SessionPlayer {
   // session_player.cc: an attempt up to the seals.
   absl::Status PlayAttempt(const Attempt& attempt);
   std::vector<RankFaults> PlanFaults() const;
-  std::vector<LinkCut> PlanLinkCuts() const;
+  // At one of the next `words` words of a link.
+  void PlanLinkCuts(int words);
   absl::Status PlayUpToSeals();
   absl::Status Make(const Call& call);
   absl::Status Begin(const Call& call);
