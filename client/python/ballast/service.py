@@ -22,10 +22,11 @@ from .errors import BallastError, UnavailableError
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_PREFIX, _LOCK = "ballast-service-", "lock"  # The folder's prefix, and a file in it.
-_CERTIFICATE, _KEY, _TRUSTED = "certificate.pem", "key.pem", "trusted.pem"
-_FILES = (_LOCK, "lock.new", "socket", "address", "ballastd.log", _CERTIFICATE, _KEY, _TRUSTED,
-          f"{_TRUSTED}.new")  # The only files in it.
+PREFIX = "ballast-service-"  # Of the folder's name.
+LOCK, USED, DONE = "lock", "used", "done"  # Files in it. The last two: of an outliving service.
+_ADDRESS, _CERTIFICATE, _KEY, _TRUSTED = "address", "certificate.pem", "key.pem", "trusted.pem"
+FILES = (LOCK, "lock.new", USED, DONE, "socket", _ADDRESS, "ballastd.log", _CERTIFICATE, _KEY, _TRUSTED,
+         f"{_TRUSTED}.new")  # The only files in it.
 Exchange = Callable[[str], list[str]]  # From a certificate, PEM, to those that are trusted.
 # From SIGTERM to its end: ballastd's time for a step in progress, plus a margin.
 _STOP_SECONDS = 15
@@ -41,17 +42,19 @@ def _end_with_parent():
 
 def _remove_left_folders() -> None:
     """Removes folders of services whose starting process was killed."""
-    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # Another user's folder, or a living
                                                                              # service's.
-            held = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            stack.callback(os.close, held)
-            facts = os.fstat(held)
-            if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+            for name in (LOCK, USED) if (folder / USED).exists() else (LOCK,):
+                held = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                stack.callback(os.close, held)
+                facts = os.fstat(held)
+                if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+                    raise PermissionError
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in _FILES:
-                    (folder / name).unlink(missing_ok=True)
-                folder.rmdir()
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def _write_private(path: pathlib.Path, text: str) -> None:
@@ -90,10 +93,10 @@ class Service:
             raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
         program = _files.program("ballastd")
         _remove_left_folders()
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._folder = self._make_folder()
         self._owner = os.getpid()
         self._log = self._folder / "ballastd.log"
-        port_file = self._folder / "address"
+        port_file = self._folder / _ADDRESS
         listen = f"unix:{self._folder / 'socket'}"
         if host is not None:
             listen += f",[{host}]:0" if ":" in host else f",{host}:0"
@@ -108,21 +111,29 @@ class Service:
         self._saves = checkpoint_dir is not None
         with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # The child inherits it, so it lasts as long as the child lives.
-            os.rename(lock.name, self._folder / _LOCK)
+            os.rename(lock.name, self._folder / LOCK)
             try:
                 if host is not None:
                     flags += self._identify(host, exchange)
-                # A separate process group: Ctrl-C is for the script, which may still want to save.
-                self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                                 pass_fds=[lock.fileno()], start_new_session=True,
-                                                 preexec_fn=_end_with_parent())
+                self._start([program, *flags], log, lock)
             except BaseException:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 raise
+        self._await_address(time.monotonic() + start_timeout)
+
+    def _make_folder(self) -> pathlib.Path:
+        return pathlib.Path(tempfile.mkdtemp(prefix=PREFIX))
+
+    def _start(self, command: list[str], log, lock) -> None:
+        # A separate process group: Ctrl-C is for the script, which may still want to save.
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                         pass_fds=[lock.fileno()], start_new_session=True, preexec_fn=_end_with_parent())
         atexit.register(self.stop)
-        deadline = time.monotonic() + start_timeout
+
+    def _await_address(self, deadline: float) -> None:
+        port_file = self._folder / _ADDRESS
         while True:
-            ended = self._process.poll() is not None
+            ended = self._how_it_ended() is not None
             written = port_file.read_text() if port_file.exists() else ""
             if written.endswith("\n"):
                 break
@@ -131,8 +142,7 @@ class Service:
                 self.stop()
                 raise UnavailableError(f"ballastd did not start: {lines[-1]}")
             time.sleep(0.005)
-        self.address = written.split()[0]
-        self.address_for_others = written.split()[1] if host is not None else ""  # "HOST:PORT".
+        self.address, self.address_for_others = (*written.split(), "")[:2]  # "unix:PATH" and, with a host, "HOST:PORT".
 
     def _identify(self, host: str, exchange: Exchange) -> list[str]:
         """The flags of TLS. Their files are there when the service starts."""
@@ -160,10 +170,12 @@ class Service:
     @property
     def ended(self) -> str | None:
         """Why it has ended, if it has, as far as is known."""
-        if self._process.poll() is None:
-            return None
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        return next((line for line in reversed(lines) if "error" in line), f"exit code {self._process.returncode}")
+        how = self._how_it_ended()
+        lines = self._log.read_text(errors="replace").splitlines() if how and self._log.exists() else []
+        return next((line for line in reversed(lines) if "error" in line), how)
+
+    def _how_it_ended(self) -> str | None:
+        return None if self._process.poll() is None else f"exit code {self._process.returncode}"
 
     def stop(self) -> None:
         """Ends the service, with SIGKILL if needed. With a checkpoint_dir it saves first, however long that takes.

@@ -414,6 +414,32 @@ class Package(unittest.TestCase):
             pid = int(done.stdout)
             processes.await_(f"the service's end after {way}", lambda: processes.state_of(pid) in ("Z", "X", ""))
 
+    def test_a_service_outlives_ranks_and_ends_with_their_agent(self):
+        begin = "service = outliving.OutlivingService(None, None); print(service.address, flush=True); "
+        die, other = "os.kill(os.getpid(), 9)", "os.environ['TORCHELASTIC_RUN_ID'] = 'other'; "
+        idle = "outliving.IDLE_SECONDS = 0.2; "
+        await_end = "processes.await_('the end of an idle service', lambda: not outliving._lives(outliving._folder(False)))"
+        open_to_all = "folder = outliving._folder(False); folder.mkdir(); folder.chmod(0o755); "
+        one, again, another, _ = self.of_agent(begin + die, begin + die, other + begin + die, begin + "sys.exit(1)")
+        self.assertEqual(one, again)
+        self.assertNotEqual(one, another)
+        self.assertEqual(len(self.of_agent(idle + begin + die, await_end)), 1)
+        self.assertEqual(self.of_agent(f"{open_to_all}\ntry: {begin}\nexcept ballast.FailedPreconditionError: print('refused')"
+                                       "\nfolder.rmdir()"), ["refused"])
+
+    def of_agent(self, *ranks):
+        """What ranks print, which one agent starts one after the other; nothing else is left of them."""
+        start = "import os, sys, ballast, processes\nfrom ballast import outliving\n"
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, "-c", "import subprocess, sys\n"
+                 "for rank in sys.argv[1:]: subprocess.run([sys.executable, '-c', rank])", *(start + rank for rank in ranks)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False, timeout=60,  # Until all have ended.
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": folder})
+            self.assertEqual(os.listdir(folder), [], done.stderr)
+            self.assertEqual(done.stderr, "")
+            return done.stdout.splitlines()
+
     def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(self):
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
             left, users, strange = (pathlib.Path(folder, f"ballast-{name}") for name in
