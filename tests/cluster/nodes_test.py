@@ -27,7 +27,7 @@ class Run:
     """The trainer, by a torchrun on each host; the first one's is the master. Each host has a folder of its own for
     temporary files."""
 
-    def __init__(self, folder, hosts, services, environment):
+    def __init__(self, folder, hosts, services, environment, launch):
         self.folder, self.hosts = folder, hosts
         self.agents = []
         try:
@@ -35,8 +35,7 @@ class Run:
                 self.temporary(host).mkdir(parents=True)
                 self.agents.append(start(
                     [*host.words, sys.executable, "-B", "-m", "torch.distributed.run", f"--nnodes={len(hosts)}",
-                     f"--node-rank={number}", f"--nproc-per-node={RANKS}", f"--master-addr={hosts[0].address}",
-                     f"--master-port={MASTER_PORT}", TRAINER, f"--steps={STEPS}", f"--results={folder}", *services],
+                     f"--nproc-per-node={RANKS}", *launch(number), TRAINER, f"--results={folder}", *services],
                     self.log(host), environment=environment | {
                         "TMPDIR": str(self.temporary(host)), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
                         "PYTHONPATH": str(PYTHON)}))
@@ -74,7 +73,13 @@ class Nodes(unittest.TestCase):
         self.addresses = [f"{host.address}:{PORT}" for host in self.hosts]
 
     def run_on(self, hosts, *services, environment=None):
-        run = Run(self.folder / f"run-{len(list(self.folder.glob('run-*')))}", hosts, services, environment or {})
+        return self.run_by(lambda number: [f"--node-rank={number}", f"--master-addr={hosts[0].address}",
+                                           f"--master-port={MASTER_PORT}"], hosts, f"--steps={STEPS}", *services,
+                           environment=environment)
+
+    def run_by(self, launch, hosts, *words, environment=None):
+        """launch: torchrun's flags on a host, by its number. words: for the trainer."""
+        run = Run(self.folder / f"run-{len(list(self.folder.glob('run-*')))}", hosts, words, environment or {}, launch)
         self.addCleanup(run.stop)
         return run
 
@@ -112,6 +117,21 @@ class Nodes(unittest.TestCase):
         self.assertEqual(results["node"][0]["members"], self.addresses)
         for host in self.hosts:
             self.assertIn("go over the network", read(moved.log(host)))
+
+    def test_services_of_a_run_outlive_its_ranks(self):
+        self.start_service(self.hosts[0], self.addresses[0])
+        run = self.run_by(lambda number: ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.hosts[0].address}:{MASTER_PORT}",
+                                          f"--rdzv-conf=is_host={int(number == 0)}", "--max-restarts=3",
+                                          f"--local-addr={self.hosts[number].address}", "--monitor-interval=0.1"],
+                          self.hosts, f"--deaths={self.hosts[1].address}", "--steps=6", "None", self.addresses[0],
+                          environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        results = run.results()
+        self.assertEqual(len(list(run.folder.glob("death-*"))), 2)
+        self.assert_spread(results["None"], results[self.addresses[0]], shares_memory=True, is_open=[False] * 2)
+        for host in self.hosts:
+            self.assertIn("go over the network", read(run.log(host)))  # Between the deaths.
+            self.assertNotIn("was kept", read(run.log(host)))
+            await_("the end of its service", lambda: not list(run.temporary(host).glob("ballast-*")))
 
     def test_with_tls_and_roles(self):
         authority, token = Authority(self.folder), private(self.folder / "token", "a-token-of-a-test\n")

@@ -91,12 +91,13 @@ class Client:
         Moments are zeros, the step is 0. The sessions of all ranks end."""
         return self._change("StateService/LoadJob", name=f"jobs/{job}", directory=path, weights_only=True)
 
-    def close_job(self, job: str, *, force: bool = False) -> None:
+    def close_job(self, job: str, *, force: bool = False, here: bool = False) -> None:
         """Deletes the job and all its state on the service, which frees its memory: `save` it first. BallastError
-        while a trainer has a session with it; force: ends that session."""
+        while a trainer has a session with it; force: ends that session. here: of a job on several services only this
+        one's part, whichever leads."""
         # The uid protects another job that has taken the name meanwhile.
         uid = "" if force else self._uid_of_idle(job)
-        self._change("JobService/CloseJob", name=f"jobs/{job}", uid=uid)
+        self._change("JobService/CloseJob", name=f"jobs/{job}", uid=uid, here=here)
 
     def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
         """The saved checkpoints in the folder `name`, or in all: each with its name, job, uid, step, generation,

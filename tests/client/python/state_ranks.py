@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import pathlib
 import signal
@@ -299,13 +300,9 @@ def takes_ranks_from_the_dead(rank, world_size, service, job):
 # ---------------------------------------------------------------- by torchrun
 
 
-def elastic(folder, service):
+def elastic(folder, service=None):
     """What torchrun runs: rank 1 of the first attempt dies in its third step, between its gradients and the end."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model, optimizer = new("elastic", service, world_size, seed=None if attempt == 0 else 9, timeout=60.0)
+    rank, attempt, model, optimizer = begin_attempt(service)
     begin = optimizer.attach(create=True)
     if rank == 1 and attempt == 0:
         session = optimizer._binding.member.session
@@ -319,8 +316,83 @@ def elastic(folder, service):
         session.seal_and_vote = die
     train(model, optimizer, rank, 5 - begin, begin=begin)
     pathlib.Path(folder, f"{rank}-{attempt}").write_text(f"{begin} {digest(model)}")
-    optimizer.close()
+    if service is not None:  # The job of a service that the run starts ends with the run.
+        optimizer.close()
     dist.destroy_process_group()
+
+
+def elastic_in_vain(folder):
+    """The same: no attempt ends. The second one loads a state of an earlier step than the service's. The third one has fewer
+    ranks at first, and then does not say where it goes on."""
+    said = []
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "2" and os.environ["RANK"] == "0":
+        model, optimizer = new("elastic", None, 0)
+        said.append(refusal(lambda: optimizer.attach(create=True)))
+        optimizer.close()
+    rank, attempt, model, optimizer = begin_attempt(None)
+    at = f"{folder}/state-{rank}"
+    if attempt == 0:
+        train(model, optimizer, rank, 1)
+        torch.save((model.state_dict(), optimizer.state_dict()), at)
+    elif attempt == 1:
+        weights, state = torch.load(at, weights_only=False)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    if attempt < 2:
+        train(model, optimizer, rank, 2, begin=1)
+        said.append(digest(model))
+        if rank == 0:
+            said.append([job["committed_step"] for job in ballast.connect(optimizer._kept.service.address).jobs()])
+    else:
+        said.append(refusal(lambda: train(model, optimizer, rank, 1)))
+    pathlib.Path(folder, f"{rank}-{attempt}").write_text(json.dumps(said))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refusal(call):
+    try:
+        call()
+    except ballast.FailedPreconditionError as error:
+        return str(error)
+
+
+def begin_attempt(service):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, optimizer = new("elastic", service, world_size, seed=None if attempt == 0 else 9, timeout=60.0)
+    return rank, attempt, model, optimizer
+
+
+def jobs_of_optimizers_that_are_gone(rank, world_size, service, job):
+    """The names of the jobs on a service that outlives its ranks."""
+    names = []
+
+    def see():
+        names.append([job["name"] for job in client.jobs()])
+
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_MAX_RESTARTS": "1"}):
+        model, optimizer = new(None, None, 0)
+        train(model, optimizer, rank, 1)
+        client = ballast.connect(optimizer._kept.service.address)
+        try:
+            raise ValueError
+        except ValueError:  # This may end the rank.
+            optimizer.close()
+        see()
+        model, optimizer = new(None, None, 0)
+        train(model, optimizer, rank, 1)
+        see()
+        del optimizer
+        see()
+        model, optimizer = new(None, None, 0)
+        train(model, optimizer, rank, 1)
+        see()
+        optimizer.close()
+        see()
+    return names
 
 
 def alone(rank, world_size, service, job):
@@ -360,4 +432,4 @@ if __name__ == "__main__":
     import sys
 
     with contextlib.suppress(KeyboardInterrupt):
-        elastic(*sys.argv[1:])
+        globals()[sys.argv[1]](*sys.argv[2:])

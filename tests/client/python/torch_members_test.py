@@ -3,6 +3,7 @@
 one of their processes is killed, and one line on every rank where that cannot be. Of service="node" and service=None
 on several nodes: the homes of ranks, and nodes that cannot be linked. tests/cluster/nodes_test.py trains there."""
 
+import dataclasses
 import itertools
 import pathlib
 import socket
@@ -20,7 +21,7 @@ import processes
 from ballast import _files
 from ballast.session import Job
 from ballast.torch import from_checkpoint, nodes
-from ballast.torch.nodes import Node, homes_of, host_towards, is_loopback, joined
+from ballast.torch.nodes import Node, goes_on, homes_of, host_towards, is_loopback, joined
 from package_test import Rank
 
 BOTH = {"overlap": True, "overlap_weights": True}
@@ -223,6 +224,24 @@ class HomesTest(unittest.TestCase):
                 home, found = nodes.lasting(job, 0, peers, lambda address: client)
             self.assertEqual((home, found.members, found.homes), (service, recorded, [0, 1]))
             self.assertEqual(len(warned), service == "a:7070")
+
+    def test_what_ranks_before_a_restart_have_left(self):
+        both = ["a:7070", "b:7070"]
+        on_a = {"uid": "1", "world_size": 2, "committed_step": 6, "members": both, "phase": "READY"}
+        on_b = on_a | {"committed_step": 7}
+        moved, fewer = (Job("gpt", [], [], world_size=size, members=members) for size, members in ((2, both[::-1]), (1, [])))
+        self.assertTrue(goes_on(moved, [[on_b], [on_a]], None))
+        self.assertTrue(goes_on(moved, [[on_b], [on_a]], ("1", 7)))
+        for loaded in (("1", 6), ("2", 7), ("", 0)):  # Its moments begin a new job.
+            self.assertFalse(goes_on(moved, [[on_b], [on_a]], loaded))
+        for job, left in ((fewer, [[on_b]]), (moved, [[on_b], []]), (moved, [[], [on_a]]),
+                          (moved, [[on_b], [on_a | {"uid": "2"}]]), (dataclasses.replace(moved, members=["b:7070", "c:7070"]), [[on_b]] * 2)):
+            with self.subTest(left):
+                self.assertFalse(goes_on(job, left, ("1", 7)))
+                unbegun = [[each | {"phase": "AWAITING_WEIGHTS"} for each in of_node] for of_node in left]
+                self.assertFalse(goes_on(job, unbegun, None))
+                with refused(self, ballast.FailedPreconditionError):
+                    goes_on(job, left, None)
 
 
 class OneHostTest(RanksTest):

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """ballast.torch: state that goes through torch's checkpoints, trainers that die, and what long runs leave behind."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -51,22 +52,50 @@ class ElasticTest(StatesTest):
         self.assertEqual(run_ranks("state_ranks", 2, [("takes_ranks_from_the_dead", options)]), [[2, 2]])
 
     def test_a_rank_is_killed_under_torchrun(self):
-        python, here = sys.executable, pathlib.Path(__file__).resolve().parent
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [python, "-B", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
-                 "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1", str(here / "state_ranks.py"), folder, self.service.address],
-                # Gloo reads the addresses of the dead from a store that outlives them.
-                env=os.environ | {"PYTHONPATH": f"{ROOT / 'client/python'}{os.pathsep}{here}", "OMP_NUM_THREADS": "1",
-                                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-                timeout=_TORCHRUN_SECONDS)
-            self.assertEqual(done.returncode, 0, done.stdout[-4000:])
-            ends = {file.name: file.read_text().split() for file in pathlib.Path(folder).iterdir()}
-        self.assertEqual(sorted(ends), ["0-1", "1-1"], done.stdout[-4000:])  # The first attempt did not end.
-        self.assertEqual([begin for begin, _ in ends.values()], ["2", "2"])
         (digests,) = self.ranks(2, ("alone", {}))
-        self.assertEqual({bits for _, bits in ends.values()}, set(digests))  # As if nothing had been.
+        for service in ([self.service.address], []):
+            with self.subTest(service):
+                returncode, log, ends = torchrun("elastic", *service)
+                self.assertEqual(returncode, 0, log)
+                self.assertEqual(sorted(ends), ["0-1", "1-1"], log)  # The first attempt did not end.
+                ends = [end.split() for end in ends.values()]
+                self.assertEqual([begin for begin, _ in ends], ["2", "2"])
+                self.assertEqual({bits for _, bits in ends}, set(digests))  # As if nothing had been.
+                self.assertNotIn("was kept", log)
+
+    def test_no_restart_helps(self):
+        returncode, log, ends = torchrun("elastic_in_vain")
+        self.assertNotEqual(returncode, 0)
+        said = {name: json.loads(text) for name, text in ends.items()}
+        self.assertEqual(said["0-1"], said["0-0"], log)  # The same step of a new job; the old one is gone.
+        self.assertEqual(said["0-0"][1], [3])
+        self.assertEqual(said["1-1"], said["1-0"])
+        says(self, *said["0-2"], *said["1-2"])
+        self.assertIn("job elastic was kept at step 3", log)
+
+    def test_jobs_of_optimizers_that_are_gone(self):
+        self.assertEqual(self.ranks(1, ("jobs_of_optimizers_that_are_gone", {})),
+                         [[[["trainer"], ["trainer-2"], ["trainer-2"], ["trainer-3"], []]]])
+
+
+def torchrun(*arguments):
+    """The exit code of this run of state_ranks, its log, and what its ranks have written. Nothing else may be left."""
+    here = pathlib.Path(__file__).resolve().parent
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as temporary:
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+             "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1", str(here / "state_ranks.py"), arguments[0],
+             folder, *arguments[1:]],
+            # Gloo reads the addresses of the dead from a store that outlives them.
+            env=os.environ | {"PYTHONPATH": f"{ROOT / 'client/python'}{os.pathsep}{here}", "OMP_NUM_THREADS": "1",
+                              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": temporary},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            timeout=_TORCHRUN_SECONDS)  # This waits until whatever has the pipe has ended.
+        left = list(pathlib.Path(temporary).glob("ballast*"))
+        if left:
+            raise AssertionError(f"{left} is left: {done.stdout[-4000:]}")
+        return done.returncode, done.stdout[-4000:], {
+            file.name: file.read_text() for file in pathlib.Path(folder).iterdir() if file.name[0].isdigit()}
 
 
 class LongTest(StatesTest):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -54,11 +55,12 @@ class Binding:
             with contextlib.suppress(Exception):  # No weak reference finds it any more.
                 if self.flows.returning.has_readers():
                     self.recovery.take_coming(sorted(self.flows.returning.coming), True)
-        self.close(with_job=True)
+        self.close(with_job=True, is_asked=False)
 
-    def close(self, with_job: bool = False) -> None:
+    def close(self, with_job: bool = False, is_asked: bool = True) -> None:
         """Continues if it was interrupted. with_job: also closes the job, if it is on this run's own service, which
-        no other run can find."""
+        no other run can find. A service that outlives the ranks does it later if nobody has asked for it, or while an
+        exception is handled: it may end this rank."""
         if os.getpid() != self._process:  # It is closed, or this is a fork, which has no part of it.
             return
         member, own = self.member, self.member.kept.service
@@ -68,10 +70,12 @@ class Binding:
         if member.peers is not None:
             member.peers.leave(0.0 if own is None or failed else _LEAVE_SECONDS)
         if member.session is not None:
-            if (with_job and own is not None and own.is_here and member.rank == 0 and own.has_others(member.kept) and
-                    not member.session.ended):
-                with contextlib.suppress(BallastError):  # It ends with the service.
-                    member.session.close_job()
+            if with_job and own is not None and own.is_here and member.rank == 0 and not member.session.ended:
+                if own.outlives and not (is_asked and sys.exc_info()[0] is None):
+                    own.close_later(member.name)
+                elif own.outlives or own.has_others(member.kept):
+                    with contextlib.suppress(BallastError):  # It ends with the service.
+                        member.session.close_job()
             member.session.close()
         self._process = 0
 

@@ -191,7 +191,8 @@ class Member:
         else:
             self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters],
                                  [not p.frozen for p in job.parameters])
-        address, job, self._credentials = self._home(job)
+        address, job, self._credentials = self._home(
+            job, None if moments is None or begin.checkpoint is not None else begin.resume or ("", 0))
         self.name = job.name
         self.client = Client(job.lead(self.rank, address), options.timeout, wait=min(30.0, options.timeout),
                              **self._credentials)
@@ -247,16 +248,16 @@ class Member:
                    update_mode=options.update, max_micro_steps=1, mesh=mesh,
                    keep_previous=options.keep_previous, on_abort=options.on_abort)
 
-    def _home(self, job: Job) -> tuple[str, Job, dict[str, str | None]]:
+    def _home(self, job: Job, loaded: tuple[str, int] | None) -> tuple[str, Job, dict[str, str | None]]:
         """Where this rank reaches its home, the job with its members, and the credentials for all of them. A job on
-        services of this run may get another name."""
+        services of this run may get another name. loaded: see started."""
         options, credentials = self.options, self.options.credentials
         if options.service == NODE:
             return *lasting(job, self.rank, self.peers, functools.partial(
                 Client, timeout=options.timeout, wait=min(10.0, options.timeout), **credentials)), credentials
         if options.service is not None:
             return options.service, job, credentials
-        return started(job, self.rank, self.peers, self.kept)
+        return started(job, self.rank, self.peers, self.kept, loaded)
 
     def _origin(self, begin: Begin, job: Job, places: list[int], or_nothing: bool) -> tuple[str | None, Origin]:
         """Before any rank has a session: the job's uid, and its origin if it is derived. An error if the job does
@@ -278,8 +279,7 @@ class Member:
                                                              credentials))
         elif not begin.attach and not or_nothing:
             # Before the rank is taken: until then another process may train this job.
-            self.from_first("not begun", lambda: self.kept.service is None and not self.kept.begun and
-                            refuse_a_begun_one(self.client, job.name))
+            self.from_first("not begun", lambda: not self.kept.begun and refuse_a_begun_one(self.client, job.name))
             self.kept.begun = True
         elif not begin.new:
             self.from_first("known", lambda: refuse_an_unknown_one(self.client, job.name))

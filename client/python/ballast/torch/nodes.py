@@ -13,7 +13,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..client import Client
 from ..errors import FailedPreconditionError, UnavailableError
@@ -63,12 +63,17 @@ def lasting(job: Job, rank: int, peers: Peers | None, client_of: Callable[[str],
     if recorded:
         members, homes = json.loads(recorded)
     job = dataclasses.replace(job, members=members, homes=homes)
-    home = members[homes[rank]]
+    return _home(job, rank, client.service, address, name), job
+
+
+def _home(job: Job, rank: int, service: str, address: str, node: str) -> str:
+    """Where this rank reaches its home. service, address: how it reaches the service of its node, and others do."""
+    home = job.members[job.homes[rank]]
     if home == address:
-        return client.service, job
-    warnings.warn(f"the part of rank {rank} of job {job.name} is at {home}, and the rank is on {name} now: gradients and "
-                  "weights go over the network", stacklevel=2)
-    return home, job
+        return service
+    warnings.warn(f"the part of rank {rank} of job {job.name} is at {home}, and the rank is on {node} now: gradients and "
+                  "weights go over the network", stacklevel=3)
+    return home
 
 
 def _recorded(client: Client, job: Job, members: list[str]) -> str:
@@ -81,9 +86,11 @@ def _recorded(client: Client, job: Job, members: list[str]) -> str:
     return ""
 
 
-def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, Job, dict[str, str]]:
+def started(job: Job, rank: int, peers: Peers | None, kept: Kept,
+            loaded: tuple[str, int] | None) -> tuple[str, Job, dict[str, str]]:
     """service=None: the same on services of this run, one a node, which its first rank starts. There the job may get
-    another name. Also the credentials for the services of other nodes."""
+    another name. Also the credentials for the services of other nodes. loaded: of a state with moments, the uid and step
+    of its job, if it has one. Then a job that ranks before a restart have left elsewhere is closed."""
     if kept.service is not None:
         kept.service.check()
     remedy = "set MASTER_ADDR to a host's address in the network of the nodes"
@@ -101,17 +108,50 @@ def started(job: Job, rank: int, peers: Peers | None, kept: Kept) -> tuple[str, 
             kept.service = own_service(own if spreads else None, exchange)
         elif spreads:
             kept.service.trust(exchange)
-        said = [kept.service.address, kept.service.address_for_others, kept.service.free_name(kept, job.name)]
+        if rank == 0:
+            kept.service.close_earlier()
+        said = [kept.service.address, kept.service.address_for_others, kept.service.free_name(kept, job.name),
+                kept.service.left()]
     elif spreads:
         exchange(None)
     services = [said] if peers is None else peers.gather("services", said)
     name = max((services[first][2] for first in firsts), key=lambda name: (len(name), name))  # Free on all.
-    if rank in firsts:
-        kept.service.take_name(kept, name)
     of_rank = [services[int(node.key)] for node in nodes]
     members, homes = homes_of([node._replace(address=of[1]) for node, of in zip(nodes, of_rank)], remedy)
-    return (of_rank[rank][0], dataclasses.replace(job, name=name, members=members, homes=homes),
-            tls_files(of_rank[rank][0]) if spreads else {})
+    job = dataclasses.replace(job, name=name, members=members, homes=homes)
+    left = [[found for found in services[first][3] if found["name"] == name] for first in firsts]  # By node.
+    if any(left) and goes_on(job, left, loaded):
+        job = dataclasses.replace(job, members=left[0][0]["members"], homes=left[0][0]["homes"])
+    elif any(left):
+        for found in left[firsts.index(rank)] if rank in firsts else ():
+            Client(found["service"]).close_job(name, force=True, here=True)
+        if peers is not None:
+            peers.meet("what was left is closed")
+    if rank in firsts:
+        kept.service.take_name(kept, name)
+    address, address_for_others = of_rank[rank][:2]
+    if not spreads:
+        return address, job, {}
+    return _home(job, rank, address, address_for_others, nodes[rank].name), job, tls_files(address)
+
+
+def goes_on(job: Job, left: list[list[dict[str, Any]]], loaded: tuple[str, int] | None) -> bool:
+    """Whether these ranks go on with the job that ranks before them have left on their nodes. If not, it is closed. loaded:
+    see started. FailedPreconditionError if neither can be: what would be lost was not loaded."""
+    found = [each for of_node in left for each in of_node]
+    uid, step = found[0]["uid"], max(each["committed_step"] for each in found)
+    if any(each["world_size"] != job.world_size for each in found):
+        why = f"its world size is {found[0]['world_size']}, and that of the ranks is now {job.world_size}"
+    elif any([each["uid"] for each in of_node] != [uid] for of_node in left) or (
+            sorted(found[0]["members"]) != sorted(job.members)):
+        why = "a part of it has ended with the service of its node"
+    else:
+        return loaded is None or loaded == (uid, step)
+    if loaded is None and any(each["phase"] != "AWAITING_WEIGHTS" for each in found):
+        raise FailedPreconditionError(f"job {job.name} cannot go on from step {step}, because {why}: load_state_dict() of your "
+                                      "own checkpoint begins a new job, and lasting services with a --checkpoint-dir load "
+                                      "theirs")
+    return False
 
 
 def _gather(peers: Peers | None, what: str, node: Node) -> list[Node]:

@@ -80,7 +80,7 @@ class AdamW(Adam):
     on all ranks. Each gets consecutive ranks in even shares. "node": each rank uses the lasting service of its node, at
     unix:/run/ballast/ballastd.sock or the unix socket in BALLAST_SERVICE; those of several nodes hold the job together.
     None: the first rank of each node starts a service there, which its optimizers share, and which ends with the last
-    of them. job: its name there. max_norm: clips the gradient to this global norm, as
+    of them; with `torchrun --max-restarts` it ends with torchrun. job: its name there. max_norm: clips the gradient to this global norm, as
     torch.nn.utils.clip_grad_norm_, but on the service. update: "speculate" updates before the norm is known, with
     the same bits. process_group: the ranks that train together, by default all. timeout: the longest wait for other
     ranks, in seconds. reconnect_timeout: how long a call waits for an unreachable service, in seconds, before it

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
-from ..errors import UnavailableError
+from .. import outliving
+from ..client import Client
+from ..errors import BallastError, UnavailableError
 from ..service import Exchange, Service
 
 _lock = threading.Lock()
-_living: dict[str | None, weakref.ref[OwnService]] = {}  # By host.
+_living: dict[str | None, Callable[[], OwnService | None]] = {}  # By host.
 
 
 class OwnService:
-    """Ends with its last user. host, exchange: see Service."""
+    """Ends with its last user, unless it outlives this process. host, exchange: see Service."""
 
     def __init__(self, host: str | None, exchange: Exchange):
-        self._service, self._owner = Service(host=host, exchange=exchange), os.getpid()
+        self.outlives = outliving.is_wanted()
+        kind = outliving.OutlivingService if self.outlives else Service
+        self._service, self._owner = kind(host=host, exchange=exchange), os.getpid()
         self._jobs: weakref.WeakValueDictionary[str, Kept] = weakref.WeakValueDictionary()
         self._names: set[str] = set()  # All names so far.
+        self._later: list[str] = []  # Jobs to close.
         weakref.finalize(self, self._service.stop).atexit = False  # The service has its own atexit.
 
     @property
@@ -61,6 +69,24 @@ class OwnService:
             name = f"{job}-{number}"
         return name
 
+    def left(self) -> list[dict[str, Any]]:
+        """The jobs of the ranks before this one's restart, and those of this process. Each also with the service's
+        address."""
+        addresses = outliving.addresses() if self.outlives else []
+        return [{"service": address, "members": [member["address"] for member in job["members"]],
+                 **{field: job[field] for field in ("name", "uid", "phase", "committed_step", "world_size", "homes")}}
+                for address in addresses for job in Client(address).jobs()]
+
+    def close_later(self, job: str) -> None:
+        """Its optimizer is gone, and perhaps this process ends: then ranks after a restart go on with the job."""
+        self._later.append(job)
+
+    def close_earlier(self) -> None:
+        """This process did not end then."""
+        while self._later:
+            with contextlib.suppress(BallastError):  # It ends with the run.
+                Client(self.address).close_job(self._later.pop(), force=True)
+
     def take_name(self, kept: Kept, name: str) -> None:
         self._names.add(name)
         self._jobs[name] = kept
@@ -72,7 +98,8 @@ def own_service(host: str | None, exchange: Exchange) -> OwnService:
         service = _living[host]() if host in _living else None
         if service is None or not service.is_here:
             service = OwnService(host, exchange)
-            _living[host] = weakref.ref(service)
+            # One that outlives keeps the names that it has given.
+            _living[host] = (lambda kept=service: kept) if service.outlives else weakref.ref(service)
         elif host is not None:
             service.trust(exchange)
         return service

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import outliving
 from ..errors import FailedPreconditionError, NotFoundError
 from ..restore import Origin, is_one
 from ..session import Decision, HyperParameters
@@ -244,8 +245,8 @@ class Remote(torch.optim.Optimizer):
 
     @torch.no_grad()
     def close(self, save: bool = False, job: bool = False) -> None:
-        """Ends the session, and the service if the optimizer started it. On another service the job stays, with its
-        memory and state. The weights stay in the parameters.
+        """Ends the session, and the service if the optimizer started it; a service that outlives the ranks closes the
+        job. On another service the job stays, with its memory and state. The weights stay in the parameters.
 
         job: closes the job, too, which frees its memory. save: the same, after the service has saved it in a new
         checkpoint, in the folder of the job's name; `attach(resume=True)` resumes from there. All ranks call it. If
@@ -611,7 +612,7 @@ class Remote(torch.optim.Optimizer):
         if writes and uid and moments is None:
             raise FailedPreconditionError(f"this state is of step {step} of a job and has no moments, but this optimizer "
                                           "has already made steps; load it into a new one")
-        if bound is None and uid and self._options.service is None and moments is None:
+        if bound is None and uid and self._options.service is None and moments is None and not outliving.is_wanted():
             raise NotFoundError(f"this state is of step {step} of a job of another service, or of one that ended with "
                                 "its run (service=None): give service= the address of a "
                                 "ballast.Service(checkpoint_dir=...) or of a ballastd with a --checkpoint-dir. With "
