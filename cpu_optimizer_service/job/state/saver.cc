@@ -282,15 +282,18 @@ void Saver::Start(std::shared_ptr<Saving> saving) {
 }
 
 void Saver::Begin(const std::shared_ptr<Saving>& saving) {
+  // A helper may come to it when all is written, and a part's is gone.
+  std::shared_ptr<Progress> progress;
   {
     JobCore::Lock lock(core_);
     if (saving->cancelled) return;
     // From here on there may be files, so a cancel comes too late.
     saving->writes = true;
-    saving->progress = core_.BeginActivity(ActivityKind::kWritingCheckpoint,
-                                           saving->writer->size_bytes(), saving->writer->folder());
+    progress = core_.BeginActivity(ActivityKind::kWritingCheckpoint, saving->writer->size_bytes(),
+                                   saving->writer->folder());
+    saving->progress = progress;
   }
-  const CountsIn here(*saving->progress);
+  const CountsIn here(*progress);
   // The lead has made that of a part.
   const absl::Status begun = saving->part.has_value() ? absl::OkStatus() : MakeDirectory(*saving);
   if (!begun.ok()) return End(saving, begun);
@@ -303,7 +306,10 @@ void Saver::Begin(const std::shared_ptr<Saving>& saving) {
   // This thread writes, too, unless the save is to leave the processors to steps.
   const int helpers = std::min(kStreams, saving->writer->parts()) - (in_background ? 0 : 1);
   for (int helper = 0; helper < helpers; ++helper) {
-    threads.Run([this, self = core_.KeepAlive(), saving] { WriteParts(saving); });
+    threads.Run([this, self = core_.KeepAlive(), saving, progress] {
+      const CountsIn helper_here(*progress);
+      WriteParts(saving);
+    });
   }
   if (!in_background) WriteParts(saving);  // Else this thread only waits.
   absl::Status first_error;
@@ -347,7 +353,6 @@ absl::Status Saver::AddOthers(Saving& saving) {
 }
 
 void Saver::WriteParts(const std::shared_ptr<Saving>& saving) {
-  const CountsIn here(*saving->progress);
   const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
     const std::string& name = saving->writer->index().parameters[parameter].name;
     // The index leaves out frozen parameters, so its numbers are not those of the job.
