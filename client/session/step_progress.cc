@@ -17,7 +17,12 @@ absl::Status TimedOut(const char* awaited, absl::Duration limit) {
 
 void StepProgress::Begin(uint64_t step) {
   MutexLock lock(mutex_);
-  now_ = {.step = step};
+  Now now = {.step = step};
+  if (IsBetweenAttemptsAt(step)) {
+    now.decision = std::move(now_.decision);
+    now.update_seconds = now_.update_seconds;
+  }
+  now_ = std::move(now);
   discard_ = Discard::kNone;
   // What comes of anything older is late from now on.
   newest_ = {step, attempt_};
@@ -87,8 +92,13 @@ absl::StatusOr<bool> StepProgress::StartVote() {
   return true;
 }
 
+// Then the step may be skipped, if a rank is lost. The next attempt finds its decision.
+bool StepProgress::IsBetweenAttemptsAt(uint64_t step) const {
+  return now_.step == 0 && attempt_ > 0 && step == newest_.step;
+}
+
 absl::Status StepProgress::CheckStep(const char* what, uint64_t step) const {
-  if (step == now_.step) return absl::OkStatus();
+  if (step == now_.step || IsBetweenAttemptsAt(step)) return absl::OkStatus();
   return absl::InternalError(absl::StrCat("the service sent ", what, " of step ", step,
                                           " while this rank is at step ", now_.step));
 }
@@ -247,7 +257,8 @@ absl::Status StepProgress::AwaitDiscarded(absl::Duration limit) {
   MutexLock lock(mutex_);
   bool in_time = true;
   for (;;) {
-    if (now_.decision.has_value()) {
+    // A decision that comes behind the answer is the next attempt's.
+    if (now_.decision.has_value() && now_.step != 0) {
       return absl::FailedPreconditionError(
           absl::StrCat("step ", now_.step,
                        " is decided and can no longer be discarded; receive its "

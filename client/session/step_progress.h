@@ -93,6 +93,8 @@ class StepProgress {
   absl::Status CheckStep(const char* what, uint64_t step) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // It has discarded an attempt at the step, and not begun the next one.
+  bool IsBetweenAttemptsAt(uint64_t step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The attempt of a norm or a refused vote is over, or its seal was undone.
   bool IsLate(StepAttempt at) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HaveArrived(absl::Span<const int> chunks) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

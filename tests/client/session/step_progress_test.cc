@@ -92,6 +92,24 @@ TEST(StepProgress, ADecisionIsTheAnswerToADiscardThatComesTooLate) {
             absl::StatusCode::kFailedPrecondition);
 }
 
+// A step that cannot be kept is skipped, also for a rank that is about to try it again.
+TEST(StepProgress, ADecisionBetweenTwoAttemptsIsTheNextOnes) {
+  StepProgress progress;
+  progress.Begin(3);
+  ASSERT_TRUE(progress.StartDiscard());
+  ASSERT_EQ(progress.Discarded({3, 1}), absl::OkStatus());
+  EXPECT_FALSE(progress.Decided(DecisionOf(4)).ok());
+  EXPECT_EQ(progress.Decided(DecisionOf(3)), absl::OkStatus());
+  EXPECT_EQ(progress.AwaitDiscarded(absl::InfiniteDuration()), absl::OkStatus());
+  EXPECT_EQ(progress.Committed(3, 0), absl::OkStatus());
+  progress.Begin(3);
+  EXPECT_TRUE(progress.given_up());
+  EXPECT_FALSE(progress.StartSeal(/*with_vote=*/false));
+  progress.End();
+  progress.Begin(4);
+  EXPECT_FALSE(progress.given_up());
+}
+
 TEST(StepProgress, ALateRefusalOfADiscardedAttemptCountsForNothing) {
   StepProgress progress;
   progress.Begin(3);
