@@ -186,7 +186,10 @@ TEST(MemberUndo, ReachesMembersOverLinksThatAreCut) {
       // Some member may not have heard of the decision that is undone. Where one has no link, its ranks
       // may have begun the next step.
       absl::StatusOr<uint64_t> undone = absl::UnavailableError("");
-      while (absl::IsUnavailable(undone.status())) undone = cluster.job(cluster.lead()).UndoStep();
+      while (absl::IsUnavailable(undone.status())) {
+        undone = cluster.job(cluster.lead()).UndoStep();
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
       EXPECT_EQ(undone.value(), 1u);
       AttachAll(cluster);
       ExpectAllAt(cluster, 0, Generation(1 + turn));
@@ -232,7 +235,6 @@ TEST(MemberUndo, IsOfAStepThatAMemberHasNotHeardOf) {
   cluster.wires().Hold(false);
   EXPECT_EQ(cluster.job(1).Status().committed_step, 1u);
   EXPECT_EQ(cluster.job(1).Status().generation, Generation(1));
-  EXPECT_TRUE(absl::IsFailedPrecondition(cluster.job(0).UndoStep().status())) << "only one";
   cluster.Cut(1);
   AttachAll(cluster);
   ExpectAllAt(cluster, 1, Generation(2));
@@ -264,16 +266,21 @@ TEST(MemberUndo, IsDoneWhoeverDies) {
       return true;
     };
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    auto asked = std::make_shared<std::atomic<bool>>(false);
     for (;;) {
       ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster->Describe();
       if (deaths.Hide()) {
         ++deaths_seen;
         cluster->TakeOver();
+        if (victim == 0) asked = std::make_shared<std::atomic<bool>>(false);
       }
       if (is_undone()) break;
       deaths.Expose();
-      cluster->job(0).UndoStep({.step = 2, .generation = 1},
-                               [](const absl::StatusOr<uint64_t>&) {});
+      if (!asked->exchange(true)) {
+        (void)cluster->job(0).UndoStep(
+            {.step = 2, .generation = 1},
+            [asked](const absl::StatusOr<uint64_t>&) { *asked = false; });
+      }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     deaths.Disarm();
@@ -445,15 +452,20 @@ TEST(MemberSkips, AreOfAllWhoeverDies) {
       return first.committed_step == 1 || first.generation > Generation(1);
     };
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    auto asked = std::make_shared<std::atomic<bool>>(false);
     for (;;) {
       ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster->Describe();
       if (deaths.Hide()) {
         ++deaths_seen;
         cluster->TakeOver();
+        if (victim == 0) asked = std::make_shared<std::atomic<bool>>(false);
       }
       if (is_over()) break;
       deaths.Expose();
-      cluster->job(0).AbortStep([](const absl::StatusOr<uint64_t>&) {});
+      if (!asked->exchange(true)) {
+        (void)cluster->job(0).AbortStep(
+            [asked](const absl::StatusOr<uint64_t>&) { *asked = false; });
+      }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     deaths.Disarm();
