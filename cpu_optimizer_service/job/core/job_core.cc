@@ -128,13 +128,13 @@ uint64_t JobCore::EnterHere(Admission admission, int rank, Turn turn) {
 }
 
 Pending JobCore::Enter(Admission admission, int rank, Turn turn, std::shared_ptr<uint64_t> number) {
-  {
-    Section section(*this);
-    const uint64_t waits = EnterHere(admission, rank, std::move(turn));
-    if (waits != 0) *number = waits;
-    if (*number == 0) return {};
-  }
-  return PendingOf(std::move(number));
+  // Made first: the turn may have come, on another thread, and with it the end of the job.
+  Pending pending = PendingOf(number);
+  Section section(*this);
+  const uint64_t waits = EnterHere(admission, rank, std::move(turn));
+  if (waits != 0) *number = waits;
+  if (*number == 0) return {};
+  return pending;
 }
 
 Pending JobCore::PendingOf(std::shared_ptr<uint64_t> number) {
