@@ -4,6 +4,8 @@
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_MEMBERS_CLUSTER_H_
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <future>
@@ -203,6 +205,31 @@ class Cluster {
   void Adopt(int m) {
     jobs_[m] = engines_[m]->FindJob(spec_.name).value();
     drivers_[m] = std::make_unique<JobDriver>(jobs_[m]);
+  }
+  // Plays the victim's deaths until `is_over`, and counts them. `ask` makes a call of the lead, and
+  // calls what it gets with the answer: until that is OK, it is made again. Ends with Disarm.
+  using Answered = std::function<void(const absl::Status&)>;
+  void UntilOver(const std::function<bool()>& is_over, const std::function<void(Answered)>& ask,
+                 int& deaths_seen) {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    auto asked = std::make_shared<std::atomic<bool>>(false);
+    for (;;) {
+      ASSERT_LT(std::chrono::steady_clock::now(), limit) << Describe();
+      if (deaths_->Hide()) {
+        ++deaths_seen;
+        TakeOver();
+        if (victim_ == lead()) asked = std::make_shared<std::atomic<bool>>(false);
+      }
+      if (is_over()) break;
+      deaths_->Expose();
+      if (!asked->exchange(true)) {
+        ask([asked](const absl::Status& status) {
+          if (!status.ok()) *asked = false;
+        });
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    deaths_->Disarm();
   }
   MemberDialer* dialer(int m) { return dialers_[m].get(); }
   Job& job(int m) { return *jobs_[m]; }
@@ -431,6 +458,43 @@ class Cluster {
   std::vector<std::shared_ptr<Job>> jobs_;
   std::vector<std::unique_ptr<JobDriver>> drivers_;
   std::vector<Ends> ends_;
+};
+
+// Cuts links of a cluster at any instants, as long as it lives.
+class Cuts {
+ public:
+  Cuts(Cluster& cluster, uint32_t seed)
+      : thread_([this, &cluster, turns = seed]() mutable {
+          while (!ended_) {
+            std::this_thread::sleep_for(std::chrono::microseconds(turns % 997));
+            turns = turns * 1664525u + 1013904223u;
+            const int m = static_cast<int>((turns >> 8) % cluster.members());
+            if (m != cluster.lead()) cluster.Cut(m);
+          }
+        }) {}
+  ~Cuts() {
+    ended_ = true;
+    thread_.join();
+  }
+
+ private:
+  std::atomic<bool> ended_ = false;
+  std::thread thread_;
+};
+
+// The same job on one host.
+class OneHost {
+ public:
+  explicit OneHost(const JobSpec& spec) : driver_(engine_, spec) {
+    driver_.UploadWeights();
+    driver_.AttachAll();
+  }
+  JobDriver& operator*() { return driver_; }
+  JobDriver* operator->() { return &driver_; }
+
+ private:
+  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
+  JobDriver driver_;
 };
 
 }  // namespace ballast

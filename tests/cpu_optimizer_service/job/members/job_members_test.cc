@@ -56,20 +56,6 @@ const std::vector<std::vector<int>>& FewHomes() {
   return homes;
 }
 
-class OneHost {
- public:
-  explicit OneHost(const JobSpec& spec) : driver_(engine_, spec) {
-    driver_.UploadWeights();
-    driver_.AttachAll();
-  }
-  JobDriver& operator*() { return driver_; }
-  JobDriver* operator->() { return &driver_; }
-
- private:
-  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
-  JobDriver driver_;
-};
-
 // Without votes: none; all but the rank after `by`; all.
 void SealSome(Cluster& cluster, int by, int when) {
   for (int rank = 0; rank < kRanks && when > 0; ++rank) {
@@ -418,22 +404,13 @@ TEST(JobMembers, GoOnWhereLinksWereCutAtAnyInstant) {
   for (uint32_t seed = 0; seed < 20; ++seed) {
     const auto begun = Cluster::Begun(Buckets(), Homes()[1 + seed % 5], seed);
     Cluster& cluster = *begun;
-    std::atomic<bool> ended = false;
-    std::thread cuts([&, turns = random()]() mutable {
-      while (!ended) {
-        std::this_thread::sleep_for(std::chrono::microseconds(turns % 997));
-        turns = turns * 1664525u + 1013904223u;
-        int m = static_cast<int>((turns >> 8) % cluster.members());
-        if (m != cluster.lead()) cluster.Cut(m);
-      }
-    });
+    std::optional<Cuts> cuts(std::in_place, cluster, random());
     std::vector<StepOutcome> outcomes;
     for (uint64_t step = 1; step <= 3; ++step) {
       outcomes.push_back(
           cluster.Step(step, 10 * step, 2, {.expected_clipping = clips.clipping}, clips));
     }
-    ended = true;
-    cuts.join();
+    cuts.reset();
     const std::vector<StepOutcome> expected = one->listener(0).outcomes();
     for (size_t i = 0; i < outcomes.size(); ++i) ExpectSame(outcomes[i], expected[i]);
     cluster.ExpectStateOf(one->job());

@@ -404,27 +404,19 @@ TEST(MemberSaves, AreLoadedWhoeverDies) {
       }
       return true;
     };
-    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    auto asked = std::make_shared<std::atomic<bool>>(false);
-    for (;;) {
-      ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster->Describe();
-      if (deaths.Hide()) {
-        ++deaths_seen;
-        cluster->TakeOver();
-        if (victim == cluster->lead()) asked = std::make_shared<std::atomic<bool>>(false);
-      }
-      if (is_loaded()) break;
-      deaths.Expose();
-      // The generation rises with what a later process of the lead finds.
-      if (cluster->job(0).Status().generation == Generation(1) && !asked->exchange(true)) {
-        // A member that dies while it looks ends the call.
-        (void)cluster->job(0).Load({.path = saved}, [asked](absl::StatusOr<CheckpointInfo> info) {
-          if (!info.ok()) *asked = false;
-        });
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    deaths.Disarm();
+    ASSERT_NO_FATAL_FAILURE(cluster->UntilOver(
+        is_loaded,
+        [&](Cluster::Answered answered) {
+          // The generation rises with what a later process of the lead finds.
+          if (cluster->job(0).Status().generation != Generation(1)) {
+            return answered(absl::AbortedError("it is being loaded"));
+          }
+          // A member that dies while it looks ends the call.
+          (void)cluster->job(0).Load(
+              {.path = saved},
+              [answered](const absl::StatusOr<CheckpointInfo>& info) { answered(info.status()); });
+        },
+        deaths_seen));
     cluster->ExpectStateOf(one.job());
     AttachAgain(*cluster);
     cluster->Step(2, 20);

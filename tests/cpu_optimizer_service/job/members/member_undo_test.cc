@@ -54,20 +54,6 @@ StepSettings Settings(uint64_t step) {
   return settings;
 }
 
-// The same job on one host.
-class OneHost {
- public:
-  explicit OneHost(const JobSpec& spec) : driver_(engine_, spec) {
-    driver_.UploadWeights();
-    driver_.AttachAll();
-  }
-  JobDriver* operator->() { return &driver_; }
-
- private:
-  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
-  JobDriver driver_;
-};
-
 void GiveAll(OneHost& one, uint64_t seed) {
   one->BeginAll();
   one->SendAll(seed, 0, /*final=*/true);
@@ -172,15 +158,7 @@ TEST(MemberUndo, ReachesMembersOverLinksThatAreCut) {
   for (uint32_t seed = 0; seed < 30; ++seed) {
     const auto begun = Cluster::Begun(Undoes(), Homes()[seed % Homes().size()], seed);
     Cluster& cluster = *begun;
-    std::atomic<bool> ended = false;
-    std::thread cuts([&, turns = random()]() mutable {
-      while (!ended) {
-        std::this_thread::sleep_for(std::chrono::microseconds(turns % 997));
-        turns = turns * 1664525u + 1013904223u;
-        const int m = static_cast<int>((turns >> 8) % cluster.members());
-        if (m != cluster.lead()) cluster.Cut(m);
-      }
-    });
+    std::optional<Cuts> cuts(std::in_place, cluster, random());
     for (uint64_t turn = 1; turn <= 3; ++turn) {
       cluster.Step(1, 100 * turn);
       // Some member may not have heard of the decision that is undone. Where one has no link, its ranks
@@ -194,8 +172,7 @@ TEST(MemberUndo, ReachesMembersOverLinksThatAreCut) {
       AttachAll(cluster);
       ExpectAllAt(cluster, 0, Generation(1 + turn));
     }
-    ended = true;
-    cuts.join();
+    cuts.reset();
     cluster.ExpectStateOf(one->job());
   }
 }
@@ -265,25 +242,14 @@ TEST(MemberUndo, IsDoneWhoeverDies) {
       }
       return true;
     };
-    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    auto asked = std::make_shared<std::atomic<bool>>(false);
-    for (;;) {
-      ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster->Describe();
-      if (deaths.Hide()) {
-        ++deaths_seen;
-        cluster->TakeOver();
-        if (victim == 0) asked = std::make_shared<std::atomic<bool>>(false);
-      }
-      if (is_undone()) break;
-      deaths.Expose();
-      if (!asked->exchange(true)) {
-        (void)cluster->job(0).UndoStep(
-            {.step = 2, .generation = 1},
-            [asked](const absl::StatusOr<uint64_t>&) { *asked = false; });
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    deaths.Disarm();
+    ASSERT_NO_FATAL_FAILURE(cluster->UntilOver(
+        is_undone,
+        [&](Cluster::Answered answered) {
+          (void)cluster->job(0).UndoStep(
+              {.step = 2, .generation = 1},
+              [answered](const absl::StatusOr<uint64_t>& undone) { answered(undone.status()); });
+        },
+        deaths_seen));
     EXPECT_EQ(cluster->job(0).UndoStep({.step = 2, .generation = 1}).value(), 2u);
     AttachAll(*cluster);
     ExpectAllAt(*cluster, 1, Generation(2));
@@ -389,15 +355,7 @@ TEST(MemberSkips, ReachMembersOverLinksThatAreCut) {
     Cluster& cluster = *begun;
     cluster.Give(77);
     cluster.AwaitWords();
-    std::atomic<bool> ended = false;
-    std::thread cuts([&, turns = random()]() mutable {
-      while (!ended) {
-        std::this_thread::sleep_for(std::chrono::microseconds(turns % 997));
-        turns = turns * 1664525u + 1013904223u;
-        const int m = static_cast<int>((turns >> 8) % cluster.members());
-        if (m != cluster.lead()) cluster.Cut(m);
-      }
-    });
+    std::optional<Cuts> cuts(std::in_place, cluster, random());
     // Where a link is cut just then, the lead does not know that all have begun.
     ASSERT_EQ(cluster.job(cluster.lead()).AbortStep().value(), 1u);
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -406,8 +364,7 @@ TEST(MemberSkips, ReachMembersOverLinksThatAreCut) {
     const bool skipped = cluster.job(cluster.lead()).Status().committed_step == 1;
     if (!skipped) AttachAll(cluster);
     cluster.Step(skipped ? 2 : 1, 10);
-    ended = true;
-    cuts.join();
+    cuts.reset();
     if (!skipped) {
       cluster.ExpectStateOf(one->job());
     } else {
@@ -451,24 +408,13 @@ TEST(MemberSkips, AreOfAllWhoeverDies) {
       }
       return first.committed_step == 1 || first.generation > Generation(1);
     };
-    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    auto asked = std::make_shared<std::atomic<bool>>(false);
-    for (;;) {
-      ASSERT_LT(std::chrono::steady_clock::now(), limit) << cluster->Describe();
-      if (deaths.Hide()) {
-        ++deaths_seen;
-        cluster->TakeOver();
-        if (victim == 0) asked = std::make_shared<std::atomic<bool>>(false);
-      }
-      if (is_over()) break;
-      deaths.Expose();
-      if (!asked->exchange(true)) {
-        (void)cluster->job(0).AbortStep(
-            [asked](const absl::StatusOr<uint64_t>&) { *asked = false; });
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    deaths.Disarm();
+    ASSERT_NO_FATAL_FAILURE(cluster->UntilOver(
+        is_over,
+        [&](Cluster::Answered answered) {
+          (void)cluster->job(0).AbortStep(
+              [answered](const absl::StatusOr<uint64_t>& ended) { answered(ended.status()); });
+        },
+        deaths_seen));
     AttachAll(*cluster);
     const uint64_t next = cluster->job(0).Status().committed_step + 1;
     cluster->Step(next, 10);
