@@ -13,20 +13,15 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/system/openssl_pointers.h"
 
 namespace ballast::client {
 namespace {
 
-template <auto kFree>
-struct Freed {
-  template <typename T>
-  void operator()(T* object) const {
-    kFree(object);
-  }
-};
-using Certificate = std::unique_ptr<X509, Freed<X509_free>>;
-using Key = std::unique_ptr<EVP_PKEY, Freed<EVP_PKEY_free>>;
-using Bytes = std::unique_ptr<BIO, Freed<BIO_free>>;
+using openssl::Bytes;
+using openssl::Certificate;
+using openssl::Freed;
+using openssl::Key;
 using Address = std::unique_ptr<ASN1_OCTET_STRING, Freed<ASN1_OCTET_STRING_free>>;
 using Extension = std::unique_ptr<X509_EXTENSION, Freed<X509_EXTENSION_free>>;
 using Number = std::unique_ptr<BIGNUM, Freed<BN_free>>;

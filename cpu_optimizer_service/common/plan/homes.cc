@@ -16,8 +16,7 @@ namespace {
 
 constexpr char kRemedy[] =
     "; start it with --listen=HOST:PORT,unix:PATH, and with --advertise=HOST:PORT if others reach "
-    "it "
-    "elsewhere";
+    "it elsewhere";
 
 bool IsLoopback(absl::string_view address) {
   return absl::StartsWith(address, "127.") || absl::StartsWith(address, "localhost:") ||

@@ -21,6 +21,7 @@
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "cpu_optimizer_service/common/system/openssl_pointers.h"
 
 namespace ballast {
 namespace {
@@ -28,16 +29,9 @@ namespace {
 // Even a bundle of all public authorities has less. A file that is no credential is not read whole.
 constexpr size_t kMostBytes = size_t{1} << 20;
 
-template <auto kFree>
-struct Freed {
-  template <typename T>
-  void operator()(T* object) const {
-    kFree(object);
-  }
-};
-using Certificate = std::unique_ptr<X509, Freed<X509_free>>;
-using Key = std::unique_ptr<EVP_PKEY, Freed<EVP_PKEY_free>>;
-using Bytes = std::unique_ptr<BIO, Freed<BIO_free>>;
+using openssl::Bytes;
+using openssl::Certificate;
+using openssl::Key;
 
 absl::Status Wrong(const std::string& path, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(path, " ", what));
