@@ -212,7 +212,9 @@ std::string RanksText(const v1::Job& job) {
     const auto in_step = [&](uint32_t count) {
       return rank.begun() ? absl::StrCat(count) : std::string("-");
     };
-    table.Add({absl::StrCat(rank.rank()), rank.attached() ? rank.process_id() : "not attached",
+    table.Add({absl::StrCat(rank.rank()),
+               rank.attached() ? absl::StrCat(rank.process_id(), rank.left() ? " (left)" : "")
+                               : "not attached",
                YesNo(rank.begun()), in_step(rank.micro_steps_ended()),
                in_step(rank.furthest_micro_step()),
                absl::StrCat(rank.begun() ? rank.chunks_complete() : 0, "/", rank.chunks()),

@@ -461,6 +461,11 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
       for (const v1::RankProgress& rank : job->ranks()) {
         if (!(voting ? rank.voted() : rank.sealed())) ranks.push_back(rank.rank());
       }
+      if (ranks.empty() && !job->waits_for().empty()) {
+        return Annotate(absl::DeadlineExceededError(absl::StrCat(
+                            status.message(), "; ", job->waits_for())),
+                        Context());
+      }
       // If no rank is awaited, the service itself may hold the decision back, for a save that has
       // no memory for second versions.
       for (const v1::SaveProgress& save : job->saves()) {

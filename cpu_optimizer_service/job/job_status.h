@@ -32,6 +32,7 @@ enum class JobPhase : uint8_t {
 
 struct RankProgress {
   bool attached = false;
+  bool left = false;  // Its stream has ended in the step in progress.
   std::string process_id;
   uint32_t attempt = 0;  // At the next step; earlier ones are discarded.
   bool begun = false;    // That attempt.

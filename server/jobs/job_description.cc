@@ -227,12 +227,12 @@ absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_reque
   // names the first difference.
   const auto check = [&](absl::string_view what, int64_t there, int64_t here) {
     if (there <= here) return absl::OkStatus();
-    return WithReason(
-        absl::FailedPreconditionError(absl::StrCat(
-            "a worker describes job ", job.spec().name, " differently: the number of ", what,
-            " is ", here, " here and ", there,
-            " there (here: the service's job); close the job or train with the same description")),
-        reason::kOtherDescription);
+    return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                          "a worker describes job ", job.spec().name,
+                          " differently: the number of ", what, " is ", here, " here and ", there,
+                          " there (here: the service's job); train with the same description, or "
+                          "save and close the job and load its checkpoint into a new one")),
+                      reason::kOtherDescription);
   };
   const Layout& layout = job.layout();
   BALLAST_RETURN_IF_ERROR(check("groups", size.groups, layout.group_count()));

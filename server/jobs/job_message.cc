@@ -61,6 +61,7 @@ void AddRanks(const Layout& layout, const JobStatus& status, v1::Job& message) {
     v1::RankProgress& to = *message.add_ranks();
     to.set_rank(rank);
     to.set_attached(from.attached);
+    to.set_left(from.left);
     to.set_process_id(from.process_id);
     to.set_attempt(from.attempt);
     to.set_begun(from.begun);
@@ -127,6 +128,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   v1::RankProgress rank;
   rank.set_rank(kLongest);
   rank.set_attached(true);
+  rank.set_left(true);
   rank.set_process_id(std::string(kMaxProcessIdBytes, 'p'));
   rank.set_attempt(std::numeric_limits<uint32_t>::max());
   rank.set_begun(true);

@@ -52,12 +52,12 @@ absl::Status Membership::CheckAttachRequest(const AttachRequest& request) const 
   if (request.spec.has_value()) {
     if (const std::string difference = FirstDifference(core_.spec(), *request.spec);
         !difference.empty()) {
-      return WithReason(
-          absl::FailedPreconditionError(absl::StrCat(
-              "rank ", request.rank, " describes job ", core_.spec().name,
-              " differently: ", difference,
-              " (here: the service's job); close the job or train with the same description")),
-          reason::kOtherDescription);
+      return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                            "rank ", request.rank, " describes job ", core_.spec().name,
+                            " differently: ", difference,
+                            " (here: the service's job); train with the same description, or save "
+                            "and close the job and load its checkpoint into a new one")),
+                        reason::kOtherDescription);
     }
   }
   // After the descriptions: where they differ, so may the homes.

@@ -133,9 +133,11 @@ int64_t JobImpl::RankMemoryBytesNow() const {
 RankProgress JobImpl::ProgressOf(int rank) const {
   const absl::Span<const int> chunks = core_.layout.chunks_of_rank(rank);
   RankProgress progress;
-  progress.attached = !members_.table[rank].process_id.empty();
-  progress.process_id = members_.table[rank].process_id;
-  progress.shared_memory = members_.table[rank].memory != nullptr;
+  const RankEntry& entry = members_.table[rank];
+  progress.attached = !entry.process_id.empty();
+  progress.left = entry.left;
+  progress.process_id = entry.process_id;
+  progress.shared_memory = entry.memory != nullptr;
   progress.writes_state = writes_.HasEnded(rank);
   progress.chunks = static_cast<int64_t>(chunks.size());
   if (machine_.between_steps()) return progress;

@@ -45,6 +45,18 @@ TEST_F(JobRanksTest, ANewProcessRaisesTheGenerationInMidStepAndNotBetweenSteps) 
   EXPECT_EQ(driver.job().Status().generation, now);
 }
 
+TEST_F(JobRanksTest, ARankThatLeavesInMidStepIsShown) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.BeginAll();
+  driver.SendAll(9, 0);
+  EXPECT_FALSE(driver.job().Status().ranks[1].left);
+  driver.Detach(1);
+  const std::vector<RankProgress> ranks = driver.job().Status().ranks;
+  EXPECT_FALSE(ranks[0].left);
+  EXPECT_TRUE(ranks[1].left);
+  EXPECT_TRUE(ranks[1].attached);  // Its gradients are in the step.
+}
+
 TEST_F(JobRanksTest, StepsWithoutWeightsAreRefused) {
   JobDriver driver(engine_, MakeJobSpec({}));
   driver.AttachAll();
