@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _WAIT = 10.0  # At most this many seconds for a service whose process restarts.
 _AT_ONCE = 1e-3  # Seconds: no wait.
 _SLICE_SECONDS = 0.2
+_OF_SAVES = ("MAKING_SECOND_VERSIONS", "WRITING_CHECKPOINT")
 _LEAVING_SECONDS = 2.0  # How long ended workers may take to be seen as gone.
 
 
@@ -40,6 +41,13 @@ class Client:
         has stopped, and its problem says why and what to do."""
         return [_named(job) for job in self._read("JobService/ListJobs")["jobs"]]
 
+    def is_saving(self, name: str, step: int) -> bool:
+        """Whether the service is saving that step of the job of this name, or anything of one that has been closed."""
+        listed, resource = self._read("JobService/ListJobs"), f"jobs/{name}"
+        saves = [save for job in listed["jobs"] if job["name"] == resource for save in job["saves"]]
+        return any(save["step"] == step for save in saves) or any(
+            activity["job"] == resource and activity["kind"] in _OF_SAVES for activity in listed["activities"])
+
     def identity(self) -> tuple[str, str]:
         """What two clients of the same service have in common, and "host:port" at which other services reach it: its
         --advertise, or "" if it listens on unix sockets only. A host 0.0.0.0 or [::] is any address of its host."""
@@ -48,7 +56,10 @@ class Client:
 
     def job(self, name: str) -> dict[str, Any]:
         """A job as v1.Job: what each rank has sent, its groups, and the last decisions."""
-        return _named(self._read("JobService/GetJob", name=f"jobs/{name}"))
+        return self._job(name)
+
+    def _job(self, name: str, uid: str = "") -> dict[str, Any]:
+        return _named(self._read("JobService/GetJob", name=f"jobs/{name}", uid=uid))
 
     def groups(self, job: str) -> dict[str, Any]:
         """The job's "groups": the param groups and their hyper-parameters."""
@@ -91,12 +102,13 @@ class Client:
         Moments are zeros, the step is 0. The sessions of all ranks end."""
         return self._change("StateService/LoadJob", name=f"jobs/{job}", directory=path, weights_only=True)
 
-    def close_job(self, job: str, *, force: bool = False, here: bool = False) -> None:
+    def close_job(self, job: str, *, force: bool = False, here: bool = False, uid: str = "") -> None:
         """Deletes the job and all its state on the service, which frees its memory: `save` it first. BallastError
         while a trainer has a session with it; force: ends that session. here: of a job on several services only this
-        one's part, whichever leads."""
+        one's part, whichever leads. uid: NotFoundError if another job has the name."""
         # The uid protects another job that has taken the name meanwhile.
-        uid = "" if force else self._uid_of_idle(job)
+        if not force:
+            uid = self.uid_of_idle(job, uid=uid)
         self._change("JobService/CloseJob", name=f"jobs/{job}", uid=uid, here=here)
 
     def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
@@ -114,11 +126,13 @@ class Client:
         FailedPreconditionError, and nothing is deleted, while one is being saved, loaded or verified."""
         return self._change("StateService/DeleteCheckpoint", directory=f"{job}/step-{step}", uid=uid)["checkpoints"]
 
-    def _uid_of_idle(self, job: str) -> str:
+    def uid_of_idle(self, job: str, *, uid: str = "", in_step: bool = False) -> str:
+        """The job's uid. FailedPreconditionError while a trainer has a session with it. in_step: ranks whose connection
+        broke in the step in progress do not count; their gradients in it may be lost."""
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
-            now = self.job(job)
-            attached = sum(rank["attached"] for rank in now["ranks"])
+            now = self._job(job, uid)
+            attached = sum(rank["attached"] and not (in_step and rank["left"]) for rank in now["ranks"])
             if attached == 0:
                 return now["uid"]
             if time.monotonic() >= deadline:
@@ -135,13 +149,15 @@ class Client:
 
     def _patiently_waiting(self, work: Callable[[_native.Options], Any]) -> Any:
         """For a read-only call."""
+        begin = time.monotonic()
         try:
             return self._patiently(_AT_ONCE, work)
         except UnavailableError as error:
-            if self.wait <= 0:
+            left = self.wait - (time.monotonic() - begin)  # A host that does not answer has taken its time already.
+            if left < 1:
                 raise
-            logging.getLogger("ballast").warning("%s; this is tried again for up to %g seconds", error, self.wait)
-        return self._patiently(self.wait, work)
+            logging.getLogger("ballast").warning("%s; this is tried again for up to %.0f seconds", error, left)
+        return self._patiently(left, work)
 
     def _patiently(self, wait: float, work: Callable[[_native.Options], Any]) -> Any:
         options = _native.service_options(self.service, self.timeout, wait, **self._files)

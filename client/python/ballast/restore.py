@@ -5,33 +5,46 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .client import Client
 from .errors import BallastError, FailedPreconditionError, NotFoundError
+from .resize import OtherShape, found_on, has_weights
 from .session import Job, Session
 
 
 def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int, timeout: float,
-            credentials: dict[str, str | None], or_nothing: bool = False) -> str:
-    """Called by one rank before any rank has a session. Returns the job's uid afterwards. or_nothing: return "" if
-    the service has neither a job of that name with weights nor a checkpoint of that step.
+            credentials: dict[str, str | None], find_other: Callable[[], OtherShape | None], or_nothing: bool = False) -> str:
+    """Called by one rank before any rank has a session. Returns the job's uid afterwards. find_other: see resize.py.
+    or_nothing: return "" if the service has neither a job of that name with weights nor a checkpoint of that step.
 
     The job may be past that step, if the trainer crashed after its last checkpoint. Or the service may have
     restarted with only its checkpoints. Then it loads its own checkpoint of that step of that job, which it made
     when the state was taken (`Recovery.save`). If the job is unrelated to the state, it is not changed, and the
     session of that uid then fails."""
-    now = _found(client, job.name)
-    begun = _has_weights(now)
-    if begun and (now["uid"], now["committed_step"]) == (uid, step):
+    other = find_other()
+    now = found_on(client, job.name) if other is None else other.part
+    begun = has_weights(now)
+    is_there = begun and (now["uid"], now["committed_step"]) == (uid, step)
+    if is_there and other is None:
         return uid
     deadline = time.monotonic() + timeout
-    while now is not None and any(save["step"] == step for save in now["saves"]) and time.monotonic() < deadline:
+    while client.is_saving(job.name, step) and time.monotonic() < deadline:
         time.sleep(0.05)  # The service is still saving the state's step in the background.
-        now = _found(client, job.name)
+        now = found_on(client, job.name) if other is None else now
+
+    def checkpoints() -> list[dict[str, Any]]:
+        return [found for found in _checkpoints(client, job.name) if found["uid"] == uid]
+
+    def find_of_step() -> dict[str, Any] | None:
+        return next((found for found in checkpoints() if found["step"] == step and not found["problem"]), None)
+
     ours = not begun or uid in (now["uid"], now["resumed_uid"], *now["ancestors"])
-    saved = [found for found in _checkpoints(client, job.name) if found["uid"] == uid] if ours else []
-    of_step = next((found for found in saved if found["step"] == step and not found["problem"]), None)
+    of_step = find_of_step() if ours else None
+    if of_step is None and is_there and other.is_whole:
+        other.save()
+        of_step = find_of_step()
     if of_step is None:
         if or_nothing and not begun:
             return ""
@@ -39,10 +52,13 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
             raise NotFoundError(_nothing_of(client, job.name, uid, step))
         if now["uid"] != uid and uid not in now["ancestors"]:
             return uid
-        steps = ", ".join(str(found["step"]) for found in saved) or "none"
+        steps = ", ".join(str(found["step"]) for found in checkpoints()) or "none"
         raise FailedPreconditionError(
             f"the loaded state is of step {step}, but job {job.name} is at step {now['committed_step']} and the "
             f"service has no checkpoint of step {step} (it has: {steps}); load a state of one of these steps")
+    if other is not None:
+        other.close()
+        begun = False
     if begun:
         if uid not in now["ancestors"]:
             client.load(job.name, of_step["name"])
@@ -74,8 +90,8 @@ class Origin:
     def found(self, client: Client, job: str, checkpoint: str | None) -> Origin:
         """Called by one rank before any rank has a session: this origin in its present form on the service. If this
         is empty: the job of that name, or a checkpoint."""
-        now = _found(client, job)
-        begun = _has_weights(now)
+        now = found_on(client, job)
+        begun = has_weights(now)
         if self.uid:
             # An earlier try has succeeded, unnoticed.
             return Origin(now["uid"]) if begun and self.uid in now["ancestors"] else self
@@ -91,29 +107,28 @@ class Origin:
         return Origin("", checkpoint) if saved else self
 
 
-def _found(client: Client, job: str) -> dict[str, Any] | None:
-    """The job of that name on the service."""
-    return next((other for other in client.jobs() if other["name"] == job), None)
-
-
-def _has_weights(now: dict[str, Any] | None) -> bool:
-    return now is not None and now["phase"] != "AWAITING_WEIGHTS"
-
-
 def is_one(name: str) -> bool:
     """Whether the name means one checkpoint, rather than a job's newest."""
     return "/step-" in name
 
 
 def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeout: float,
-               credentials: dict[str, str | None]) -> None:
+               credentials: dict[str, str | None], find_other: Callable[[], OtherShape | None]) -> None:
     """Called by one rank before any rank has a session. A job without weights begins with the newest undamaged
     checkpoint of that name; if there is none, from scratch. A job with weights continues with them. A single
     checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must exist, and a job with weights must have begun with
-    it."""
+    it. find_other: see resize.py. A job of another shape goes on only from checkpoints of its own name."""
     one = is_one(name)
-    now = _found(client, job.name)
-    begun = _has_weights(now)
+    other = find_other() if name == job.name else None
+    if other is not None:
+        saved = other.save()
+        if saved and not _checkpoints(client, saved):
+            raise FailedPreconditionError(f"job {job.name} is saved in {saved}, which {client.service} does not see: give all "
+                                          "services the same --checkpoint-dir, on a file system that they share")
+        name = saved or name
+        other.close()
+    now = found_on(client, job.name)
+    begun = has_weights(now)
     if begun and not one:
         return
     found = _must_be_there(client, name) if one else _checkpoints(client, name)
@@ -164,8 +179,8 @@ def _nothing_of(client: Client, job: str, uid: str, step: int) -> str:
 def refuse_a_begun_one(client: Client, job: str) -> None:
     """Called by one rank before any rank has a session, because a session would take the ranks from a run that
     trains the job. FailedPreconditionError if the job has weights."""
-    now = _found(client, job)
-    if _has_weights(now):
+    now = found_on(client, job)
+    if has_weights(now):
         raise FailedPreconditionError(begun_already(job, now["committed_step"]))
 
 
@@ -177,8 +192,8 @@ def begun_already(job: str, step: int) -> str:
 def may_begin(client: Client, job: str, or_go_on: bool) -> bool:
     """Called by one rank before any rank has a session: whether the job has no weights yet. or_go_on: weights are
     not an error."""
-    now = _found(client, job)
-    if not _has_weights(now):
+    now = found_on(client, job)
+    if not has_weights(now):
         return True
     if or_go_on:
         return False
@@ -189,7 +204,7 @@ def may_begin(client: Client, job: str, or_go_on: bool) -> bool:
 
 def awaits_weights(client: Client, job: str) -> bool:
     """Whether the job has no weights yet, or does not exist."""
-    return not _has_weights(_found(client, job))
+    return not has_weights(found_on(client, job))
 
 
 def _checkpoints(client: Client, job: str) -> list[dict[str, Any]]:

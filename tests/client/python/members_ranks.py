@@ -22,8 +22,9 @@ def trains_and_closes(rank, world_size, services, job, timeout=60.0, closes=None
     return [*error_of(work)[:2], optimizer.param_groups[0]["job_step"]]
 
 
-def goes_back_and_elsewhere(rank, world_size, service, job, elsewhere):
-    """By an undo, to a state that the service saved, and then to other services. Returns the weights on the way."""
+def goes_back_and_elsewhere(rank, world_size, service, job, elsewhere, via=None):
+    """By an undo, to a state that the service saved, and then to other services: after a save, or, by the same state on
+    the services `via`, which have a part of the job. Returns the weights on the way."""
     model, seen = model_of(), []
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, keep_previous=True)
     train(ddp(model), optimizer, rank, 2)
@@ -37,7 +38,14 @@ def goes_back_and_elsewhere(rank, world_size, service, job, elsewhere):
     optimizer.load_state_dict(state)
     train(ddp(model), optimizer, rank, 1)
     seen.append([optimizer.param_groups[0]["job_step"], [p.flatten().tolist() for p in model.parameters()]])
-    optimizer.close(save=True)
+    optimizer.close(save=via is None)
+    if via is not None:
+        model.load_state_dict(weights)
+        optimizer = ballast.torch.AdamW(model.named_parameters(), service=via, job=job, keep_previous=True)
+        optimizer.load_state_dict(state)
+        train(ddp(model), optimizer, rank, 1)
+        seen[-1] = [optimizer.param_groups[0]["job_step"], [p.flatten().tolist() for p in model.parameters()]]
+        optimizer.close()
     model = model_of()
     optimizer = ballast.torch.AdamW(model.named_parameters(), service=elsewhere, job=job)
     seen.append(optimizer.attach(resume=True))

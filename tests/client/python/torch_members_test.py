@@ -3,9 +3,12 @@
 one of their processes is killed, and one line on every rank where that cannot be. Of service="node" and service=None
 on several nodes: the homes of ranks, and nodes that cannot be linked. tests/cluster/nodes_test.py trains there."""
 
+import concurrent.futures
 import dataclasses
 import itertools
+import os
 import pathlib
+import signal
 import socket
 import tempfile
 import unittest
@@ -19,6 +22,8 @@ from messages import refused, says
 import ballast
 import processes
 from ballast import _files
+from ballast.client import Client
+from ballast.resize import other_shape
 from ballast.session import Job
 from ballast.torch import from_checkpoint, nodes
 from ballast.torch.nodes import Node, goes_on, homes_of, host_towards, is_loopback, joined
@@ -118,9 +123,12 @@ class MembersTest(RanksTest):
         def saving(count, name):
             return [each.address for each in self.pool(count, f"--checkpoint-dir={folder.name}/{name}")]
 
-        seen = [run_ranks(self.MODULE, 2, [("goes_back_and_elsewhere", {
-            "service": saving(here, name), "job": "back", "elsewhere": saving(there, name)})])
-            for name, here, there in (("alone", 1, 1), ("together", 2, 2), ("to one", 2, 1))]
+        seen = []
+        for name, here, there in (("alone", 1, 1), ("together", 2, 2), ("to one", 2, 1), ("to one and back", 2, 0)):
+            service = saving(here, name)
+            seen.append(run_ranks(self.MODULE, 2, [("goes_back_and_elsewhere", {
+                "service": service, "job": "back", "elsewhere": saving(there, name) or service,
+                "via": None if there else service[1:]})]))
         undone, loaded, resumed, _ = seen[0][0][0]
         self.assertEqual([undone[0], loaded[0], resumed], [3, 3, 3])
         for others in seen[1:]:
@@ -129,6 +137,141 @@ class MembersTest(RanksTest):
         self.assertEqual(sorted(alone), sorted(together))
         for name, weights in alone.items():
             numpy.testing.assert_array_equal(together[name], weights)
+
+    # ------------------------------------------------------------ other ranks
+
+    def ranks(self, services, count, **options):
+        spread = len(services) > 1
+        return [Rank(services[rank % len(services)], "gpt", rank, count, options=options, members=services if spread else [],
+                     homes=[rank % len(services) for rank in range(count)] if spread else []) for rank in range(count)]
+
+    def train(self, services, count, steps, checkpoint=""):
+        """So many ranks make steps of the job, which begins with the checkpoint, and end. Returns its state before and
+        after."""
+        if checkpoint:
+            (first, *others) = self.ranks(services, count, takes_steps=False)
+            first.session.load(checkpoint)
+            for rank in (first, *others):
+                rank.session.close()
+        ranks = self.ranks(services, count)
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            list(pool.map(Rank.start, ranks))
+            before = self.state(services)
+            for _ in range(steps):
+                list(pool.map(Rank.step, ranks))
+        for rank in ranks:
+            rank.session.close()
+        return before, self.state(services)
+
+    def state(self, services):
+        client = ballast.connect(services)
+        return [client.state("gpt", "w", plane).tobytes() for plane in ("master", "exp_avg", "exp_avg_sq")]
+
+    def jobs(self, services):
+        """Step and world size of those that each service has."""
+        return [[(job["committed_step"], job["world_size"]) for job in Client(service).jobs()] for service in services]
+
+    def way(self, services, count, wait=10.0):
+        """Makes way for so many ranks. Returns the checkpoint to go on from; None: there is nothing in the way."""
+        spread = dict(members=services, homes=list(range(count))) if len(services) > 1 else {}
+        other = other_shape(Job("gpt", [], [], world_size=count, **spread), services,
+                            lambda service: Client(service, timeout=wait, wait=wait))
+        if other is None:
+            return None
+        checkpoint = other.save()
+        other.close()
+        return checkpoint
+
+    def saving_pool(self, count):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        pool = self.pool(count, f"--checkpoint-dir={folder.name}")
+        return pool, [each.address for each in pool]
+
+    def test_other_ranks_continue_a_job(self):
+        _, (one, other, third) = self.saving_pool(3)
+        self.assertIsNone(self.way([one, other], 2))
+        _, before = self.train([one, other], 2, 2)
+        self.assertIsNone(self.way([one, other], 2))
+        self.assertEqual(self.jobs([one, other]), [[(2, 2)]] * 2)
+        for step, services, count in ((3, [one], 1), (4, [one], 2), (5, [other, one], 2), (6, [third, other], 2),
+                                      (7, [third], 1)):
+            with self.subTest(step):
+                checkpoint = self.way(services, count)
+                self.assertTrue(checkpoint.startswith(f"gpt/step-{step - 1}."), checkpoint)
+                self.assertEqual(self.jobs([one, other, third]), [[]] * 3)
+                begin, end = self.train(services, count, 1, checkpoint)
+                self.assertEqual(begin, before)
+                self.assertEqual(self.jobs(services), [[(step, count)]] * len(services))
+                before = end
+
+    def test_a_job_with_a_lost_part_continues_from_its_checkpoint(self):
+        pool, (one, other) = self.saving_pool(2)
+        self.train([one, other], 2, 2)
+        pool[1].stop()
+        for is_back in (False, True):
+            if is_back:
+                pool[1].start(other)
+            for services, count in [([one], 1)] + [([one, other], 2), ([other, one], 2)] * is_back:
+                with refused(self, ballast.FailedPreconditionError):
+                    self.way(services, count, wait=10.0 if is_back else 0.5)
+                self.assertEqual(self.jobs([one]), [[(2, 2)]])
+        self.assertEqual(self.jobs([other]), [[]])
+        ballast.connect(one).close_job("gpt", here=True)
+
+        _, saved = self.train([one, other], 2, 2)
+        ballast.connect(one).save("gpt")
+        self.train([one, other], 2, 1)
+        pool[1].stop()
+        with self.assertWarns(UserWarning):
+            checkpoint = self.way([one], 1, wait=0.5)
+        self.assertEqual(self.jobs([one]), [[]])
+        self.assertEqual(self.train([one], 1, 0, checkpoint)[0], saved)
+
+    def test_a_part_that_comes_back_late_is_not_taken_for_the_job(self):
+        pool, (one, other) = self.saving_pool(2)
+        self.train([one, other], 2, 2)
+        ballast.connect(one).save("gpt")
+        os.kill(pool[1].process.pid, signal.SIGSTOP)
+        (behind,) = processes.children_of(pool[1].process.pid)
+        os.kill(behind, signal.SIGSTOP)
+        with self.assertWarns(UserWarning):
+            checkpoint = self.way([one], 1, wait=0.5)
+        _, later = self.train([one], 1, 3, checkpoint)
+        os.kill(behind, signal.SIGCONT)
+        os.kill(pool[1].process.pid, signal.SIGCONT)
+        self.assertEqual(self.jobs([other, one]), [[(2, 2)], [(5, 1)]])
+        checkpoint = self.way([other, one], 2)
+        self.assertEqual(self.jobs([other, one]), [[], []])
+        begin, _ = self.train([other, one], 2, 1, checkpoint)
+        self.assertEqual(begin, later)
+
+    def test_several_whole_jobs_of_one_name_stay(self):
+        _, (one, other) = self.saving_pool(2)
+        self.train([one], 1, 2)
+        checkpoint = ballast.connect(one).save("gpt")["directory"].rpartition("/")[2]
+        for begins_with in ("", f"gpt/{checkpoint}"):  # The first may have gone on since.
+            self.train([other], 1, 1, begins_with)
+            step = 3 if begins_with else 1
+            for services in ([one, other], [other, one]):
+                with refused(self, ballast.FailedPreconditionError):
+                    self.way(services, 2)
+            self.assertEqual(self.jobs([one, other]), [[(2, 1)], [(step, 1)]])
+            ballast.connect(other).close_job("gpt")
+
+    def test_a_job_that_trains_or_cannot_be_saved_stays(self):
+        one, other = (each.address for each in self.pool(2))
+        ranks = self.ranks([one, other], 2)
+        with refused(self, ballast.FailedPreconditionError):
+            self.way([other], 1)
+        for rank in ranks:
+            rank.session.close()
+        self.assertEqual(self.way([other], 1), "")  # It had no weights.
+        self.assertEqual(self.jobs([one, other]), [[], []])
+        self.train([one, other], 2, 1)
+        with refused(self, ballast.FailedPreconditionError, "NO_CHECKPOINT_DIR"):
+            self.way([other], 1)
+        self.assertEqual(self.jobs([one, other]), [[(1, 2)]] * 2)
 
     # ------------------------------------------------------------ what cannot be
 

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .._native import services_of
 from ..client import Client
 from ..errors import AbortedError, BallastError, FailedPreconditionError, NotFoundError, error_of
+from ..resize import OtherShape, other_shape
 from ..restore import (
     Origin,
     awaits_weights,
@@ -263,20 +265,21 @@ class Member:
         """Before any rank has a session: the job's uid, and its origin if it is derived. An error if the job does
         not fit `begin`."""
         timeout, credentials = self.options.timeout, self._credentials
+        find_other = functools.partial(self._other_shape, job)
         if begin.derive is not None:
             found = self.from_first("derived from", lambda: "\n".join(dataclasses.astuple(
                 begin.derive.found(self.client, job.name, begin.checkpoint))))
             return None, Origin(*found.split("\n"))
         if begin.resume is not None:
             uid = self.from_first("uid", lambda: restore(self.client, job, places, *begin.resume, timeout, credentials,
-                                                         or_nothing=or_nothing))
+                                                         find_other, or_nothing=or_nothing), is_bounded=False)
             if not uid:
                 raise NothingToResume(f"the service has neither job {job.name}, to which the loaded state belongs, nor a "
                                       "checkpoint of it: call load_state_dict() again to start a new job from it")
             return uid, Origin()
         if begin.checkpoint is not None:
             self.from_first("begun from", lambda: begin_from(self.client, job, places, begin.checkpoint, timeout,
-                                                             credentials))
+                                                             credentials, find_other), is_bounded=False)
         elif not begin.attach and not or_nothing:
             # Before the rank is taken: until then another process may train this job.
             self.from_first("not begun", lambda: not self.kept.begun and refuse_a_begun_one(self.client, job.name))
@@ -284,6 +287,13 @@ class Member:
         elif not begin.new:
             self.from_first("known", lambda: refuse_an_unknown_one(self.client, job.name))
         return None, Origin()
+
+    def _other_shape(self, job: Job) -> OtherShape | None:
+        options = self.options
+        if self.kept.service is not None:  # Nothing can be saved: see nodes.goes_on.
+            return None
+        return other_shape(job, job.members or services_of(self.client.service).split(","), functools.partial(
+            Client, timeout=options.timeout, wait=self.client.wait, **self._credentials))
 
     def _check_alike(self, unbegun: bool) -> None:
         """If ranks with the same parameters are about to upload a part each: checks that they have the same weights.
