@@ -36,7 +36,7 @@ class Containers(unittest.TestCase):
             (self.root / folder).mkdir(parents=True)
 
     def here(self, text):
-        return FOLDERS.sub(lambda folder: f"{self.root}{folder[0]}", text)
+        return FOLDERS.sub(lambda folder: f"{self.root}{folder[0]}", text).replace("$(POD)", "ballast-0")
 
     def service(self, *flags):
         """The program of the image with these flags, which listens on ports that the system chooses."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# deploy/kubernetes against the schemas of the API, and of Prometheus's operator, strictly: a field that does not exist is an
-# error. Not one of ctest's: it takes packages with all schemas, 25 MB, from PyPI.
+# deploy/kubernetes against the schemas of the API, of Prometheus's operator and of JobSet, strictly: a field that does not
+# exist is an error. Not one of ctest's: it takes packages with all schemas, 26 MB, from PyPI.
 #
 #   tests/deploy/kubernetes.sh [VERSION ...]      versions of Kubernetes (default: the oldest and newest of interest)
 set -euo pipefail
@@ -11,12 +11,12 @@ fail() {
   exit 1
 }
 versions=("$@")
-((${#versions[@]} > 0)) || versions=(1.27 1.34)
+((${#versions[@]} > 0)) || versions=(1.29 1.34)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 python3 -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0 \
-  cloudcoil-models-prometheus-operator==0.80.1.0 || fail "pip failed; the lines above say why"
+  cloudcoil-models-prometheus-operator==0.80.1.0 kubeflow-trainer-api==2.3.0 || fail "pip failed; the lines above say why"
 validate() { "$scratch/venv/bin/kubernetes-validate" --strict --kubernetes-version "$@"; }
 
 # The models leave out what they do not know.
@@ -35,7 +35,33 @@ for mistake in 's/scheme: https/schema: https/' 's/scheme: https/scheme: tls/' '
 done
 echo "kubernetes.sh: Prometheus's operator takes podmonitor.yaml"
 
-own=(ballast.yaml training.yaml) # Of kinds that are the API's own.
+# Its objects one by one: the API's own into a file, and the Job of a JobSet as one of them. These models keep what they do
+# not know in additional_properties, or leave it out.
+cat >"$scratch/job_set.py" <<'PYTHON'
+import sys, yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet as JobSet
+own = []
+for given in yaml.safe_load_all(open(sys.argv[1])):
+    if given["kind"] != "JobSet":
+        own.append(given)
+        continue
+    known = JobSet.from_dict(given).to_dict()
+    for of_known, job in zip(known["spec"]["replicatedJobs"], given["spec"]["replicatedJobs"]):
+        del of_known["template"]
+        own.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job.pop("template")})
+    if known != given:
+        sys.exit(f"JobSet {given['metadata']['name']} is known as {known}")
+yaml.safe_dump_all(own, open(sys.argv[2], "w"))
+PYTHON
+job_set() { "$scratch/venv/bin/python" "$scratch/job_set.py" "$1" "$scratch/$2"; }
+job_set node_local.yaml node_local.yaml || fail "JobSet knows no such set"
+for mistake in 's/failurePolicy:/failPolicy:/' 's/maxRestarts: 10/maxRestart: 10/' 's/replicatedJobs:/jobs:/' 's/subdomain:/domain:/' 's/maxRestarts: 10/maxRestarts: ten/'; do
+  sed "$mistake" node_local.yaml >"$scratch/mistake.yaml"
+  if job_set "$scratch/mistake.yaml" of_mistake.yaml >/dev/null 2>&1; then fail "$mistake passed"; fi
+done
+echo "kubernetes.sh: JobSet takes node_local.yaml"
+
+own=(ballast.yaml training.yaml "$scratch/node_local.yaml") # Of kinds that are the API's own.
 for version in "${versions[@]}"; do
   validate "$version" "${own[@]}" || fail "Kubernetes $version refuses what the lines above name"
   # The other lines for huge pages, which are comments.
@@ -43,9 +69,13 @@ for version in "${versions[@]}"; do
   [[ $(grep -ci '^[^#]*hugepages-2Mi' "$scratch/huge.yaml") == 2 ]] || fail "the lines for huge pages are not there"
   validate "$version" "$scratch/huge.yaml" || fail "Kubernetes $version refuses the lines for huge pages"
   # It can tell: each of these is a mistake.
-  for mistake in 's/scheme: HTTPS/schema: HTTPS/' 's/namespaceSelector:/namespaces:/' 's/serviceName:/serviceNames:/' 's/replicas: 1/replicas: one/' 's/maxUnavailable: 0/maxUnavailable: {}/'; do
+  for mistake in 's/scheme: HTTPS/schema: HTTPS/' 's/namespaceSelector:/namespaces:/' 's/serviceName:/serviceNames:/' 's/replicas: 2/replicas: two/' 's/maxUnavailable: 0/maxUnavailable: {}/'; do
     sed "$mistake" ballast.yaml >"$scratch/mistake.yaml"
     if validate "$version" "$scratch/mistake.yaml" >/dev/null 2>&1; then fail "$mistake passed"; fi
   done
-  echo "kubernetes.sh: $version takes ${own[*]}"
+  for mistake in 's/startupProbe:/startProbe:/' 's/completionMode:/mode:/' 's/initContainers:/sidecars:/'; do
+    sed "$mistake" "$scratch/node_local.yaml" >"$scratch/mistake.yaml"
+    if validate "$version" "$scratch/mistake.yaml" >/dev/null 2>&1; then fail "$mistake passed"; fi
+  done
+  echo "kubernetes.sh: $version takes ballast.yaml, training.yaml and node_local.yaml"
 done

@@ -29,11 +29,14 @@ class Authority:
         _openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", 2,
                  "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate)
 
-    def issue(self, name: str, address: str = "127.0.0.1") -> tuple[pathlib.Path, pathlib.Path]:
-        """The paths of a certificate of this common name, for a service at this IP address, and of its key."""
+    def issue(self, name: str, address: str = "127.0.0.1", hosts: tuple[str, ...] = ("localhost",)) -> tuple[
+            pathlib.Path, pathlib.Path]:
+        """The paths of a certificate of this common name, for services on these hosts and at this IP address, and of its
+        key."""
         certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         request, extension = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
-        extension.write_text(f"subjectAltName=DNS:localhost,IP:{address}", encoding="ascii")
+        names = [*(f"DNS:{host}" for host in hosts), f"IP:{address}"]
+        extension.write_text(f"subjectAltName={','.join(names)}", encoding="ascii")
         _openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
                  "-keyout", key, "-out", request)
         _openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial",
