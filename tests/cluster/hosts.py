@@ -67,7 +67,9 @@ class Host:
     def open(self, hardware_address, end, delay, loss, whole):
         self.log.unlink(missing_ok=True)  # Of an earlier host of this number.
         more = ["--mount", "--uts", "--pid", "--fork", "--kill-child"] if whole else []
-        holder = start(["unshare", "--net", *more, "sh", "-c", "echo made; exec sleep infinity"], self.log)
+        # The shell of a whole host stays, and reaps orphans as init does.
+        stays = "sleep infinity; exit" if whole else "exec sleep infinity"
+        holder = start(["unshare", "--net", *more, "sh", "-c", f"echo made; {stays}"], self.log)
         self.processes.append(holder)
         await_("a namespace", lambda: "made" in read(self.log), holder)
         self.words = ["nsenter", f"--net=/proc/{holder.pid}/ns/net", "--"]  # Before a command: runs it here.

@@ -3,8 +3,8 @@
 >>> import ballast.torch
 >>> optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-4)
 
-`ballast.torch` has the optimizers for PyTorch. `Service` starts a service for a script or a test. `connect` reads
-the jobs and the optimizer state of a running service."""
+`ballast.torch` has the optimizers for PyTorch. `Service` starts a service for a script or a test, `ballast.ray.Service`
+on the nodes of a Ray cluster. `connect` reads the jobs and the optimizer state of a running service."""
 
 from .client import Client, connect
 from .errors import (

@@ -32,12 +32,12 @@ Exchange = Callable[[str], list[str]]  # From a certificate, PEM, to those that 
 _STOP_SECONDS = 15
 
 
-def _end_with_parent():
-    """For the child: it gets SIGTERM when this process ends, also by SIGKILL. The kernel ties this to the thread, so
-    only children of the main thread can use it. atexit ends the others."""
+def end_with_parent(number: int = signal.SIGTERM):
+    """For the child: it gets this signal when this process ends, also by SIGKILL. The kernel ties this to the thread,
+    so only children of the main thread can use it. atexit ends the others."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    return lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    return lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def _remove_left_folders() -> None:
@@ -69,6 +69,30 @@ def tls_files(address: str) -> dict[str, str]:
     return {"tls_ca": str(folder / _TRUSTED), "tls_cert": str(folder / _CERTIFICATE), "tls_key": str(folder / _KEY)}
 
 
+def tls_flags(address: str) -> list[str]:
+    """Of `ballastd` at this unix socket, with these files."""
+    files = tls_files(address)
+    return [f"--tls-cert={files['tls_cert']}", f"--tls-key={files['tls_key']}", f"--tls-client-ca={files['tls_ca']}"]
+
+
+def make_identity(address: str, host: str) -> str:
+    """Writes the key and the certificate of these files, and returns the certificate, PEM. host: an IP address."""
+    certificate, key = _native.make_identity(host.partition("%")[0])
+    files = tls_files(address)
+    _write_private(pathlib.Path(files["tls_key"]), key)
+    _write_private(pathlib.Path(files["tls_cert"]), certificate)
+    return certificate
+
+
+def saving_flags(checkpoint_dir: str | os.PathLike | None, checkpoint_every: str | None) -> list[str]:
+    """Of `ballastd`, from the arguments of Service."""
+    if checkpoint_dir is None and checkpoint_every is not None:
+        raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
+    if checkpoint_dir is None:
+        return []
+    return [f"--checkpoint-dir={os.path.abspath(checkpoint_dir)}", f"--checkpoint-every={checkpoint_every or ''}"]
+
+
 class Service:
     """Starts `ballastd` on a unix socket that only this user reaches. The service ends with `stop`, with the
     process, or at the end of a `with` block. Without checkpoint_dir its state is lost then.
@@ -89,8 +113,7 @@ class Service:
                  checkpoint_dir: str | os.PathLike | None = None, checkpoint_every: str | None = None,
                  checkpoint_keep: int = 3, checkpoint_keep_asked: int = 0, host: str | None = None,
                  exchange: Exchange = lambda own: [own], start_timeout: float = 30.0):
-        if checkpoint_every is not None and checkpoint_dir is None:
-            raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
+        saving = saving_flags(checkpoint_dir, checkpoint_every)
         program = _files.program("ballastd")
         _remove_left_folders()
         self._folder = self._make_folder()
@@ -104,11 +127,10 @@ class Service:
                  f"--threads={threads}"]
         if memory_limit is not None:
             flags.append(f"--memory-limit={memory_limit}")
-        if checkpoint_dir is not None:
-            flags += [f"--checkpoint-dir={os.path.abspath(checkpoint_dir)}", f"--checkpoint-keep={checkpoint_keep}",
-                      f"--checkpoint-keep-asked={checkpoint_keep_asked}",
-                      f"--checkpoint-every={checkpoint_every or ''}"]
-        self._saves = checkpoint_dir is not None
+        self._saves = bool(saving)
+        if self._saves:
+            flags += [*saving, f"--checkpoint-keep={checkpoint_keep}",
+                      f"--checkpoint-keep-asked={checkpoint_keep_asked}"]
         with open(self._log, "wb") as log, open(self._folder / "lock.new", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # The child inherits it, so it lasts as long as the child lives.
             os.rename(lock.name, self._folder / LOCK)
@@ -127,7 +149,7 @@ class Service:
     def _start(self, command: list[str], log, lock) -> None:
         # A separate process group: Ctrl-C is for the script, which may still want to save.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                         pass_fds=[lock.fileno()], start_new_session=True, preexec_fn=_end_with_parent())
+                                         pass_fds=[lock.fileno()], start_new_session=True, preexec_fn=end_with_parent())
         atexit.register(self.stop)
 
     def _await_address(self, deadline: float) -> None:
@@ -146,12 +168,10 @@ class Service:
 
     def _identify(self, host: str, exchange: Exchange) -> list[str]:
         """The flags of TLS. Their files are there when the service starts."""
-        certificate, key = _native.make_identity(host.partition("%")[0])
-        _write_private(self._folder / _KEY, key)
-        _write_private(self._folder / _CERTIFICATE, certificate)
+        address = f"unix:{self._folder / 'socket'}"
+        make_identity(address, host)
         self.trust(exchange)
-        files = tls_files(f"unix:{self._folder / 'socket'}")
-        return [f"--tls-cert={files['tls_cert']}", f"--tls-key={files['tls_key']}", f"--tls-client-ca={files['tls_ca']}"]
+        return tls_flags(address)
 
     def trust(self, exchange: Exchange) -> None:
         """With a host: from now on also those connect whose certificates `exchange` returns; a running service needs
