@@ -53,7 +53,7 @@ class Run:
         """By service, what each rank has written."""
         await_("the end of the run", lambda: all(agent.poll() is not None for agent in self.agents))
         if any(agent.returncode for agent in self.agents):
-            raise AssertionError("".join(f"{host.address}:{tail(self.log(host), 40)}\n" for host in self.hosts))
+            raise AssertionError("".join(f"{host.address}:{tail(self.log(host), 120)}\n" for host in self.hosts))
         of_ranks = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(RANKS * len(self.hosts))]
         return {service: [rank[service] for rank in of_ranks] for service in of_ranks[0]}
 

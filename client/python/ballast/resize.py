@@ -1,5 +1,5 @@
-"""Carries a job over to ranks that cannot continue it as it is: there are more or fewer of them, or they have another mesh
-or other services. A checkpoint brings its state into a new job."""
+"""Carries a job over to ranks that cannot continue it as it is: there are more or fewer of them, or they have other
+services. A checkpoint brings its state into a new job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Part:
 
 
 class OtherShape:
-    """A job of the name of `job` whose ranks, mesh or services differ. To go on: `save`, `close`, and load a checkpoint into
+    """A job of the name of `job` whose number of ranks or services differ. To go on: `save`, `close`, and load a checkpoint into
     a new job. Called by one rank before any rank has a session."""
 
     def __init__(self, parts: list[Part], job: Job, services: Sequence[str], client_of: Callable[[str], Client]):
@@ -169,7 +169,7 @@ def _newest_of(parts: list[Part]) -> Part:
 
 
 def _fits(parts: list[Part], job: Job, services: Sequence[str]) -> bool:
-    """Whether ranks of this description continue it."""
+    """Whether so many ranks on these services continue it."""
     first = parts[0].job
     members = [member["address"] for member in first["members"]]
     if len(services) == 1 or not members:
@@ -178,8 +178,7 @@ def _fits(parts: list[Part], job: Job, services: Sequence[str]) -> bool:
         is_whole = [part.job["uid"] for part in parts] == [first["uid"]] * len(services)
         held = members == list(services) and (not job.homes or first["homes"] == list(job.homes)) and (
             is_whole or not any(has_weights(part.job) for part in parts))
-    mesh = [(dimension["name"], dimension["size"]) for dimension in first["mesh"]]
-    return held and first["world_size"] == job.world_size and mesh == list(job.mesh)
+    return held and first["world_size"] == job.world_size
 
 
 def _shape(ranks: int, services: Sequence[str]) -> str:
