@@ -18,7 +18,7 @@ constexpr float kFactor = 2;
 // kMaxScale is 2 to this power.
 constexpr int kMaxScalePower = 64;
 
-absl::Status Check(const LossScalerOptions& options) {
+absl::Status CheckOptions(const LossScalerOptions& options) {
   if (options.initial_scale_power < 0 || options.initial_scale_power > kMaxScalePower) {
     return absl::InvalidArgumentError(absl::StrCat("initial_scale_power is ",
                                                    options.initial_scale_power, ", expected 0 to ",
@@ -50,7 +50,7 @@ DynamicLossScaler::DynamicLossScaler(const LossScalerOptions& options)
       hysteresis_left_(options.hysteresis) {}
 
 absl::StatusOr<DynamicLossScaler> DynamicLossScaler::Create(const LossScalerOptions& options) {
-  BALLAST_RETURN_IF_ERROR(Check(options));
+  BALLAST_RETURN_IF_ERROR(CheckOptions(options));
   return DynamicLossScaler(options);
 }
 

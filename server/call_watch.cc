@@ -5,7 +5,7 @@
 namespace ballast::server {
 namespace {
 
-constexpr std::chrono::seconds kLookEvery(1);
+constexpr std::chrono::seconds kCallsEvery(1);
 // For a call that is over. Its last messages, and the reason of its end, may still be wanted.
 constexpr double kLastWriteSeconds = 3;
 
@@ -84,7 +84,7 @@ void WatchedCall::Look(Clock::time_point now) {
 
 CallWatch::CallWatch(std::function<void()> every_second)
     : every_second_(std::move(every_second)),
-      thread_("watch-calls", kLookEvery, [this] { Look(); }) {}
+      thread_("watch-calls", kCallsEvery, [this] { Look(); }) {}
 
 std::shared_ptr<WatchedCall> CallWatch::Watch(std::function<void()> cancel,
                                               double patience_seconds) {

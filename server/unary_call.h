@@ -13,6 +13,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -29,6 +30,9 @@
 #include "server/pending_call.h"
 
 namespace ballast::server {
+
+// A page of a list is smaller than what clients accept that do not say how much they do, 4 MiB.
+inline constexpr size_t kPageBytes = size_t{3} << 20;
 
 // Owns itself: gRPC calls OnDone last, which deletes it. gRPC keeps the bytes of the request and of
 // the answer until then. Each call is ended exactly once.

@@ -3,14 +3,9 @@
 #include <utility>
 
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/pipeline/pipeline_errors.h"
 
 namespace ballast::worker {
-namespace {
-
-absl::Status Stopped() { return absl::CancelledError("the backend has stopped"); }
-
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<DeviceBuckets>> DeviceBuckets::Create(
     Device& device, const Layout& layout, absl::Span<const Bucket> buckets,
     absl::Span<const int> backward_order) {

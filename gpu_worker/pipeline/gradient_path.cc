@@ -47,7 +47,7 @@ void GradientPath::End() {
   parts_.buckets.Stop();
   thread_.join();
   // With an error the sender releases what it has and pushes nothing.
-  parts_.errors.FailStep(absl::CancelledError("the backend has stopped"));
+  parts_.errors.FailStep(Stopped());
   // Before the sender is destroyed: its last calls wait for events of these streams, and without
   // this they could wait for a rank that has gone.
   WaitForStreams();

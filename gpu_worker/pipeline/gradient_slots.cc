@@ -10,6 +10,7 @@
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/pipeline/pinned_spans.h"
+#include "gpu_worker/pipeline/pipeline_errors.h"
 
 namespace ballast::worker {
 
@@ -121,7 +122,7 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
     shared_->awaited = -1;
     shared_->waited_seconds += stopwatch.Lap();
   }
-  if (shared_->cancelled) return absl::CancelledError("the backend has stopped");
+  if (shared_->cancelled) return Stopped();
   // The place decides and not the clock: it may have become free at the deadline.
   if (shared_->taken[chunk]) {
     return absl::DeadlineExceededError(

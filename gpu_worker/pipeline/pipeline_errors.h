@@ -21,6 +21,9 @@
 
 namespace ballast::worker {
 
+// What a wait ends with when the backend is destroyed.
+inline absl::Status Stopped() { return absl::CancelledError("the backend has stopped"); }
+
 class PipelineErrors {
  public:
   // `on_failure` is called with the first failure, by the failing thread without a lock; it wakes

@@ -8,13 +8,12 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/device/matmul.h"
 #include "gpu_worker/pipeline/pinned_spans.h"
+#include "gpu_worker/pipeline/pipeline_errors.h"
 
 namespace ballast::worker {
 namespace {
 
 constexpr int64_t kElementBytes = sizeof(BFloat16Bits);
-
-absl::Status Stopped() { return absl::CancelledError("the backend has stopped"); }
 
 }  // namespace
 

@@ -10,7 +10,7 @@
 namespace ballast::server {
 namespace {
 
-constexpr std::chrono::seconds kLookEvery(1);
+constexpr std::chrono::seconds kFilesEvery(1);
 constexpr int kLongestPause = 64;  // Looks.
 
 }  // namespace
@@ -69,7 +69,7 @@ void WatchedFiles::Look() {
 }
 
 FileWatch::FileWatch(std::vector<WatchedFiles> files)
-    : files_(std::move(files)), thread_("watch-files", kLookEvery, [this] { Look(); }) {}
+    : files_(std::move(files)), thread_("watch-files", kFilesEvery, [this] { Look(); }) {}
 
 void FileWatch::Look() {
   for (WatchedFiles& files : files_) files.Look();

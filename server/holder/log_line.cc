@@ -12,7 +12,7 @@
 namespace ballast::server {
 namespace {
 
-constexpr int kMostBytes = 2048;
+constexpr int kLongestLine = 2048;
 
 LogFormat the_format = LogFormat::kText;
 
@@ -53,7 +53,7 @@ class Text {
   }
 
  private:
-  char bytes_[2 * kMostBytes + 256] = {};  // Room for text of which each byte is escaped.
+  char bytes_[2 * kLongestLine + 256] = {};  // Room for text of which each byte is escaped.
   size_t size_ = 0;
 };
 
@@ -72,7 +72,7 @@ bool LogIsJournal() {
 }
 
 void LogLine(LogPriority priority, const char* format, ...) {
-  char message[kMostBytes] = {};
+  char message[kLongestLine] = {};
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(message, sizeof(message), format, arguments);

@@ -25,7 +25,7 @@
 namespace ballast::server {
 namespace {
 
-constexpr std::chrono::milliseconds kLookEvery(10);
+constexpr std::chrono::milliseconds kPollEvery(10);
 
 using MappedTable = std::unique_ptr<const HolderTable, void (*)(const HolderTable*)>;
 
@@ -129,7 +129,7 @@ absl::StatusOr<std::string> Upgrade(pid_t holder, double seconds) {
                                                       " has not upgraded within ", seconds,
                                                       " s, and may still do so; see its log"));
     }
-    std::this_thread::sleep_for(kLookEvery);
+    std::this_thread::sleep_for(kPollEvery);
   }
   // This and what follows was stored before the count rose, which Load has acquired.
   if (table->has_upgraded == 0) {

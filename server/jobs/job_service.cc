@@ -94,9 +94,6 @@ absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request
   return attach;
 }
 
-// A page is smaller than what clients accept that do not say how much they do, 4 MiB.
-constexpr size_t kPageBytes = size_t{3} << 20;
-
 using JobsByName = std::map<std::string, std::shared_ptr<const Job>>;
 
 // What is under way beside those jobs, and is the caller's to see: what is of no job, only where all

@@ -35,8 +35,6 @@ v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* 
 // Of a checkpoint's name, "gpt/step-1000.2".
 std::string FolderOf(const std::string& name) { return name.substr(0, name.find('/')); }
 
-// A page is smaller than what clients accept that do not say how much they do, 4 MiB.
-constexpr size_t kPageBytes = size_t{3} << 20;
 // Of all folders, whole ones are looked at until there are so many.
 constexpr size_t kPageCheckpoints = 4096;
 // The token of the page behind all of a folder: "gpt/".

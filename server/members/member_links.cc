@@ -30,10 +30,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How often links are looked at.
-constexpr std::chrono::milliseconds kLookEvery{50};
+constexpr std::chrono::milliseconds kLinksEvery{50};
 // Until a link that has ended is opened again: the first time, and at most.
-constexpr std::chrono::milliseconds kFirstPause{50};
-constexpr std::chrono::milliseconds kLongestPause{1000};
+constexpr std::chrono::milliseconds kFirstReconnect{50};
+constexpr std::chrono::milliseconds kLongestReconnect{1000};
 // How long a link may take to end by itself.
 constexpr std::chrono::seconds kHangUpTimeout{5};
 // How often the round trip of a link is measured: by a call that every service answers at once.
@@ -253,8 +253,8 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
     MutexLock lock(mutex_);
     call_.reset();
     is_open_ = false;
-    const bool was_short = Clock::now() - opened_at_ < kLongestPause;
-    pause_ = was_short ? std::min(2 * pause_, kLongestPause) : kFirstPause;
+    const bool was_short = Clock::now() - opened_at_ < kLongestReconnect;
+    pause_ = was_short ? std::min(2 * pause_, kLongestReconnect) : kFirstReconnect;
     due_ = Clock::now() + pause_;
     ended_.NotifyAll();
   }
@@ -275,7 +275,7 @@ class MemberLinks::Link : public std::enable_shared_from_this<Link> {
   Clock::time_point hung_up_at_ ABSL_GUARDED_BY(mutex_);
   Clock::time_point opened_at_ ABSL_GUARDED_BY(mutex_);
   Clock::time_point due_ ABSL_GUARDED_BY(mutex_);
-  std::chrono::milliseconds pause_ ABSL_GUARDED_BY(mutex_) = kFirstPause;
+  std::chrono::milliseconds pause_ ABSL_GUARDED_BY(mutex_) = kFirstReconnect;
   std::string told_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -288,7 +288,7 @@ void MemberLinks::Dial(std::shared_ptr<Job> job) {
     MutexLock lock(mutex_);
     if (stopped_ || !links_.try_emplace(job->uid(), made).second) return;
     if (thread_ == nullptr) {
-      thread_ = std::make_unique<PeriodicThread>("member-links", kLookEvery, [this] { Look(); });
+      thread_ = std::make_unique<PeriodicThread>("member-links", kLinksEvery, [this] { Look(); });
     }
   }
   for (const auto& link : made) link->OpenIfDue();

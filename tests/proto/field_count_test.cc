@@ -8,7 +8,7 @@
 #include "ballast/v1/jobs.pb.h"
 #include "ballast/v1/train.pb.h"
 
-namespace ballast::proto {
+namespace ballast::proto::field_count_test {
 namespace {
 
 template <typename Message = v1::CreateJobRequest>
@@ -80,4 +80,4 @@ TEST(FieldCount, StopsAtTheMostAndWhereThereIsNoMessage) {
 }
 
 }  // namespace
-}  // namespace ballast::proto
+}  // namespace ballast::proto::field_count_test

@@ -23,7 +23,7 @@
 #include "tests/support/service_for_tests.h"
 #include "tests/support/threads.h"
 
-namespace ballast::client {
+namespace ballast::client::c_gradients_test {
 namespace {
 
 constexpr int kParameters = 5;
@@ -480,4 +480,4 @@ TEST_F(CGradients, LargeOnesGiveTheSameBitsHoweverTheyAreCopied) {
 }
 
 }  // namespace
-}  // namespace ballast::client
+}  // namespace ballast::client::c_gradients_test

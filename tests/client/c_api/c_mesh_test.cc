@@ -18,7 +18,7 @@
 #include "tests/support/plain_adamw.h"
 #include "tests/support/service_for_tests.h"
 
-namespace ballast::client {
+namespace ballast::client::c_mesh_test {
 namespace {
 
 constexpr int kRanks = 4;  // A mesh of 2 x 2.
@@ -286,4 +286,4 @@ TEST_F(CMesh, AFrozenParameterNeedsNoPlacements) {
 }
 
 }  // namespace
-}  // namespace ballast::client
+}  // namespace ballast::client::c_mesh_test

@@ -23,7 +23,7 @@
 #include "tests/support/messages.h"
 #include "tests/support/processes.h"
 
-namespace ballast::client {
+namespace ballast::client::cli_trace_test {
 namespace {
 
 using nlohmann::json;
@@ -184,4 +184,4 @@ TEST_F(CliTraceTest, RefusesWhatCannotWorkInOneLine) {
 }
 
 }  // namespace
-}  // namespace ballast::client
+}  // namespace ballast::client::cli_trace_test

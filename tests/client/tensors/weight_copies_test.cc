@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-namespace ballast::client {
+namespace ballast::client::weight_copies_test {
 namespace {
 
 constexpr int64_t kLarge = int64_t{1} << 30;
@@ -112,4 +112,4 @@ TEST(WeightCopies, StoppedCopyNothingAnyMore) {
 }
 
 }  // namespace
-}  // namespace ballast::client
+}  // namespace ballast::client::weight_copies_test

@@ -12,7 +12,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace ballast {
+namespace ballast::gradient_norm_test {
 namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -135,4 +135,4 @@ TEST(Decide, TakesGroupsWithoutBlocks) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::gradient_norm_test

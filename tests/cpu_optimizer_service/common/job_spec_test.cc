@@ -6,7 +6,7 @@
 
 #include "tests/support/messages.h"
 
-namespace ballast {
+namespace ballast::job_spec_test {
 namespace {
 
 JobSpec Spec() {
@@ -131,4 +131,4 @@ TEST(JobSpec, FirstDifferenceComparesMembers) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::job_spec_test

@@ -9,7 +9,7 @@
 #include "cpu_optimizer_service/common/buckets.h"
 #include "tests/support/messages.h"
 
-namespace ballast {
+namespace ballast::layout_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -203,4 +203,4 @@ TEST(Buckets, SplitAmongRanksAtBlockEdgesForAnyWorldSize) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::layout_test

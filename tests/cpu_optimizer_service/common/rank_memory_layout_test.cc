@@ -4,7 +4,7 @@
 
 #include <vector>
 
-namespace ballast {
+namespace ballast::rank_memory_layout_test {
 namespace {
 
 // Chunks of 512 elements; rank 1 owns the second half of group 0 and all of group 1.
@@ -67,4 +67,4 @@ TEST(RankMemoryLayout, ChunksOfOtherRanksHaveNoPlaceAndARankWithoutChunksNoMemor
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::rank_memory_layout_test

@@ -11,7 +11,7 @@
 
 #include "tests/support/messages.h"
 
-namespace ballast {
+namespace ballast::sharding_test {
 namespace {
 
 using testing::ElementsAre;
@@ -198,4 +198,4 @@ TEST(CheckPlacements, RefusesWhatDoesNotFitTheShape) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::sharding_test

@@ -18,7 +18,7 @@
 #include "tests/support/eventually.h"
 #include "tests/support/messages.h"
 
-namespace ballast {
+namespace ballast::job_discard_test {
 namespace {
 
 constexpr int kRanks = 3;
@@ -295,4 +295,4 @@ TEST_F(DiscardDuringAProvisionalUpdate, EndsWithTheGenerationIfThatRises) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::job_discard_test

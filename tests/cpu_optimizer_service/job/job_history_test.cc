@@ -12,7 +12,7 @@
 
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
-namespace ballast {
+namespace ballast::job_history_test {
 namespace {
 
 constexpr uint64_t kWhole = 1024;  // The last steps, of which each is an entry.
@@ -234,4 +234,4 @@ TEST_F(JobWithReports, HasTheSameBitsAndKnowsThem) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::job_history_test

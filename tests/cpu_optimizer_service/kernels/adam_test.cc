@@ -12,7 +12,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace ballast {
+namespace ballast::adam_test {
 namespace {
 
 constexpr float kLeastNormal = 0x1p-126f;
@@ -306,4 +306,4 @@ TEST(FloatingPointMode, FlushesAndRestores) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::adam_test

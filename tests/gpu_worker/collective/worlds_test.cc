@@ -13,7 +13,7 @@
 #include "gpu_worker/run/worker_run.h"
 #include "tests/gpu_worker/collective/ranks.h"
 
-namespace ballast::worker {
+namespace ballast::worker::worlds_test {
 namespace {
 
 constexpr GptConfig kSmall{.layers = 2, .heads = 2, .width = 32, .context = 32};
@@ -137,4 +137,4 @@ TEST(Worlds, TheSameWorldGivesTheSameBits) {
 }
 
 }  // namespace
-}  // namespace ballast::worker
+}  // namespace ballast::worker::worlds_test

@@ -9,7 +9,7 @@
 
 #include "tests/support/messages.h"
 
-namespace ballast::worker {
+namespace ballast::worker::architecture_test {
 namespace {
 
 using testing::ElementsAre;
@@ -143,4 +143,4 @@ TEST(GptInitialValues, BiasesAreZerosAndNormsOnes) {
 }
 
 }  // namespace
-}  // namespace ballast::worker
+}  // namespace ballast::worker::architecture_test

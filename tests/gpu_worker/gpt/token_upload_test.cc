@@ -14,7 +14,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/gpu_emulator/fake_device.h"
 
-namespace ballast::worker {
+namespace ballast::worker::token_upload_test {
 namespace {
 
 using testing::ElementsAre;
@@ -192,4 +192,4 @@ TEST(TokenUpload, PassesOnWhatTheDeviceSays) {
 }
 
 }  // namespace
-}  // namespace ballast::worker
+}  // namespace ballast::worker::token_upload_test

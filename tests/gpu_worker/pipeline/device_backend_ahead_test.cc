@@ -16,7 +16,7 @@
 #include "tests/gpu_worker/pipeline/pipeline_rank.h"
 #include "tests/support/eventually.h"
 
-namespace ballast::worker {
+namespace ballast::worker::device_backend_ahead_test {
 namespace {
 
 using testing::HasSubstr;
@@ -419,4 +419,4 @@ TEST(DeviceBackendTimes, WeightsThatAPassWaitsForAreTimeOfTheStepThatReadsThem) 
 }
 
 }  // namespace
-}  // namespace ballast::worker
+}  // namespace ballast::worker::device_backend_ahead_test

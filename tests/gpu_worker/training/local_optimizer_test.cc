@@ -25,7 +25,7 @@
 #include "tests/support/messages.h"
 #include "tests/support/plain_adamw.h"
 
-namespace ballast::worker {
+namespace ballast::worker::local_optimizer_test {
 namespace {
 
 using testing::HasSubstr;
@@ -496,4 +496,4 @@ TEST(LocalOptimizer, SkipsWhatWouldOverflowTheStateAsTheServiceDoesWithItsWordsA
 }
 
 }  // namespace
-}  // namespace ballast::worker
+}  // namespace ballast::worker::local_optimizer_test

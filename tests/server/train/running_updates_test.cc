@@ -13,7 +13,7 @@
 #include "tests/cpu_optimizer_service/job/held_updates.h"
 #include "tests/server/tiny_job.h"
 
-namespace ballast::server {
+namespace ballast::server::running_updates_test {
 namespace {
 
 constexpr int kRanks = 10;
@@ -151,4 +151,4 @@ TEST(RunningUpdates, HoldUpTheStreamsWhoseFurtherGradientsMeetThemAndNothingElse
 }
 
 }  // namespace
-}  // namespace ballast::server
+}  // namespace ballast::server::running_updates_test

@@ -520,7 +520,7 @@ class JobDeathTest : public testing::Test {
     const std::string expected = Undisturbed(training);
     std::set<std::string> kinds;
     // All stores are for the bits, which sanitizers do not change; for memory errors some are enough.
-    if (kSanitized) stride = 4 * stride + 1;
+    if (kSanitized) stride = 12 * stride + 1;
     for (uint64_t at = 1;; at += stride) {
       const DirectoryInMemory directory;
       Kept kept;

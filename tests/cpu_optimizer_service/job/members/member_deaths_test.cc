@@ -13,8 +13,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/cpu_optimizer_service/job/members/cluster.h"
+#include "tests/support/sanitizers.h"
 
-namespace ballast {
+namespace ballast::member_deaths_test {
 namespace {
 
 constexpr int kRanks = 4;
@@ -118,7 +119,7 @@ TEST_F(MemberDeaths, LeaveTheBitsOfOneHost) {
   const std::vector<std::vector<int>> homes = {
       {0, 0, 1, 1}, {0, 1, 0, 1}, {1, 0, 0, 2}, {0, 1, 2, 3}};
   std::mt19937 random(12);
-  constexpr int kTurns = 120;
+  constexpr int kTurns = kSanitized ? 30 : 120;
   for (int turn = 0; turn < kTurns; ++turn) {
     SCOPED_TRACE(turn);
     const std::vector<int>& of_ranks = homes[random() % homes.size()];
@@ -176,4 +177,4 @@ TEST_F(MemberDeaths, KeepWhatRanksSayBehindADiscardOfAnotherMember) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::member_deaths_test

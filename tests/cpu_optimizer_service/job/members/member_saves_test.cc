@@ -14,7 +14,7 @@
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/support/eventually.h"
 
-namespace ballast {
+namespace ballast::member_saves_test {
 namespace {
 
 using testing::ElementsAre;
@@ -566,4 +566,4 @@ TEST(MemberSaves, EndWithTheProcessOfAMember) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::member_saves_test

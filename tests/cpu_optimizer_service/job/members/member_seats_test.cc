@@ -16,7 +16,7 @@
 #include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/members/cluster.h"
 
-namespace ballast {
+namespace ballast::member_seats_test {
 namespace {
 
 using testing::IsEmpty;
@@ -364,4 +364,4 @@ TEST(MemberSeats, AreNotFollowedElsewhere) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::member_seats_test

@@ -15,8 +15,9 @@
 #include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/members/cluster.h"
 #include "tests/support/messages.h"
+#include "tests/support/sanitizers.h"
 
-namespace ballast {
+namespace ballast::member_undo_test {
 namespace {
 
 constexpr int kRanks = 4;
@@ -155,7 +156,7 @@ TEST(MemberUndo, WaitsAtEachMemberForItsReaders) {
 TEST(MemberUndo, ReachesMembersOverLinksThatAreCut) {
   OneHost one(Undoes());
   std::mt19937 random(8);
-  for (uint32_t seed = 0; seed < 30; ++seed) {
+  for (uint32_t seed = 0; seed < (kSanitized ? 10 : 30); ++seed) {
     const auto begun = Cluster::Begun(Undoes(), Homes()[seed % Homes().size()], seed);
     Cluster& cluster = *begun;
     std::optional<Cuts> cuts(std::in_place, cluster, random());
@@ -350,7 +351,7 @@ TEST(MemberSkips, ReachMembersOverLinksThatAreCut) {
   OneHost one(Skips());
   one->Step(10);
   std::mt19937 random(9);
-  for (uint32_t seed = 0; seed < 30; ++seed) {
+  for (uint32_t seed = 0; seed < (kSanitized ? 10 : 30); ++seed) {
     const auto begun = Cluster::Begun(Skips(), Homes()[seed % Homes().size()], seed);
     Cluster& cluster = *begun;
     cluster.Give(77);
@@ -426,4 +427,4 @@ TEST(MemberSkips, AreOfAllWhoeverDies) {
 }
 
 }  // namespace
-}  // namespace ballast
+}  // namespace ballast::member_undo_test
