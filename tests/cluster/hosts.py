@@ -60,6 +60,8 @@ class Host:
             if whole:
                 self.do(sys.executable, "-c", f"import socket; socket.sethostname('gpu{number}')")
                 self.do("mount", "-t", "tmpfs", "run", "/run")
+                with contextlib.suppress(AssertionError):  # In a user namespace it may be refused.
+                    self.do("mount", "-t", "proc", "proc", "/proc")
         except BaseException:
             self.close()
             raise

@@ -95,7 +95,6 @@ class Slurm:
     def start_node(self, host):
         """Also again, on a host that is new at this address."""
         host.do("mount", "--bind", self.folder / "hosts", "/etc/hosts")
-        host.do("mount", "-t", "proc", "proc", "/proc")  # Of its own processes, whom slurmd looks for there.
         self.start_daemon(host)
 
     def start_daemon(self, host):
