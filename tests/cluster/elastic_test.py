@@ -70,7 +70,7 @@ class Elastic(unittest.TestCase):
         return [State(*line.split()) for line in read(self.folder / "states").splitlines()]
 
     def await_ranks(self, ranks, steps):
-        """Until so many ranks have made so many steps together; returns all states until then."""
+        """Until so many ranks have made so many steps together."""
         def are_there():
             made = 0
             for state in self.states():

@@ -4,7 +4,7 @@
     python ray_train.py --nodes 2 --shared /shared/folder      on a node of a Ray cluster
 
 Start it again after an error, and it goes on from the service's memory. If a node is lost, first end what is left of the
-service: `ballast.ray.Service.get("pretrain").close(save=False)`. Then it goes on from the last checkpoint.
+service: `ballast.ray.Service.get("gpt").close(save=False)`. Then it goes on from the last checkpoint.
 """
 
 import argparse
