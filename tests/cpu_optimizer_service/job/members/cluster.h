@@ -344,9 +344,10 @@ class Cluster {
     }
     // It may be called while a word is delivered.
     void HangUp(const Job& /*job*/) override {
-      for (const Ends& ends : cluster_.ends_) {
-        if (ends.link == nullptr) continue;
-        cluster_.wires_->Put(ends.to_member, [link = ends.link] { link->End(); });
+      for (int m = 0; m < cluster_.members(); ++m) {
+        const std::shared_ptr<OneLink> link = cluster_.LinkOf(m);
+        if (link == nullptr) continue;
+        cluster_.wires_->Put(cluster_.ends_[m].to_member, [link] { link->End(); });
       }
     }
 
@@ -371,7 +372,7 @@ class Cluster {
 
   // Both ends of one.
   struct OneLink {
-    uint64_t at_lead = 0;  // Its number there.
+    std::atomic<uint64_t> at_lead = 0;  // Its number there.
 
     explicit OneLink(std::shared_ptr<Job> of) : job_(std::move(of)) {}
     // The lead's, and the member's end; null: it has ended.
@@ -410,20 +411,30 @@ class Cluster {
     std::shared_ptr<OneLink> link = nullptr;
   };
 
+  // The lead may hang up on any thread.
+  std::shared_ptr<OneLink> LinkOf(int m) {
+    MutexLock lock(links_mutex_);
+    return ends_[m].link;
+  }
+  void SetLink(int m, std::shared_ptr<OneLink> link) {
+    MutexLock lock(links_mutex_);
+    ends_[m].link = std::move(link);
+  }
   void CloseLink(int m) {
-    Ends& ends = ends_[m];
-    if (ends.link == nullptr) return;
+    const Ends& ends = ends_[m];
+    const std::shared_ptr<OneLink> link = LinkOf(m);
+    if (link == nullptr) return;
     wires_->Clear(ends.to_member);
-    ends.link->End();
+    link->End();
     wires_->Clear(ends.to_lead);
-    ends.link = nullptr;
+    SetLink(m, nullptr);
   }
   void Relink(int m) { Link(engines_[lead()]->FindJob(spec_.name).value(), m); }
   // The lead's end first, as a stream is opened.
   void Link(std::shared_ptr<Job> job, int m) {
-    Ends& ends = ends_[m];
+    const Ends& ends = ends_[m];
     const auto link = std::make_shared<OneLink>(job);
-    ends.link = link;
+    SetLink(m, link);
     // A word may come before the member knows of its link.
     const auto is_there = std::make_shared<std::promise<void>>();
     link->at_lead =
@@ -458,6 +469,7 @@ class Cluster {
   std::vector<std::shared_ptr<Job>> jobs_;
   std::vector<std::unique_ptr<JobDriver>> drivers_;
   std::vector<Ends> ends_;
+  Mutex links_mutex_;  // Of the links of ends_.
 };
 
 // Cuts links of a cluster at any instants, as long as it lives.
@@ -465,8 +477,10 @@ class Cuts {
  public:
   Cuts(Cluster& cluster, uint32_t seed)
       : thread_([this, &cluster, turns = seed]() mutable {
-          while (!ended_) {
-            std::this_thread::sleep_for(std::chrono::microseconds(turns % 997));
+          // They come more slowly in time: a machine that is slow, or has other work, goes on, too.
+          for (int64_t cuts = 0; !ended_; ++cuts) {
+            std::this_thread::sleep_for(
+                std::chrono::microseconds(turns % 997 * (1 + cuts / kCutsAtFullSpeed)));
             turns = turns * 1664525u + 1013904223u;
             const int m = static_cast<int>((turns >> 8) % cluster.members());
             if (m != cluster.lead()) cluster.Cut(m);
@@ -478,6 +492,7 @@ class Cuts {
   }
 
  private:
+  static constexpr int64_t kCutsAtFullSpeed = 200;
   std::atomic<bool> ended_ = false;
   std::thread thread_;
 };
