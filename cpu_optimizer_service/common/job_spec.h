@@ -80,6 +80,9 @@ struct JobSpec {
   // The services that hold the job together. Empty: one, which has no name here.
   std::vector<MemberSpec> members = {};
   std::vector<int> homes = {};  // By rank: the member that holds its part. Empty without members.
+  // Of its generations. The service that creates the job chooses it: higher than that of any earlier
+  // job of the name, if the service is in a cluster.
+  uint64_t epoch = 1;
 
   bool operator==(const JobSpec&) const = default;
 

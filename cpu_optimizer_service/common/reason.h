@@ -37,13 +37,14 @@ inline constexpr absl::string_view kNoCheckpointDir = "NO_CHECKPOINT_DIR";
 inline constexpr absl::string_view kDeviceMemoryFull = "DEVICE_MEMORY_FULL";
 inline constexpr absl::string_view kOtherMemberLeads = "OTHER_MEMBER_LEADS";
 inline constexpr absl::string_view kOtherMembersHaveParts = "OTHER_MEMBERS_HAVE_PARTS";
+inline constexpr absl::string_view kSuperseded = "SUPERSEDED";
 
 inline constexpr absl::string_view kAll[] = {
-    kRankReplaced,     kRankNotHeld,      kStreamReplaced,   kOlderGeneration, kNoSuchJob,
-    kOtherJob,         kOtherStep,        kOtherDescription, kOtherSettings,   kNoWeightsYet,
-    kHasWeights,       kSendAndSealAgain, kAbortAndRedo,     kDiscardAndRedo,  kVoteAgain,
-    kMalformedMessage, kStopping,         kJobBroken,        kJobBeingCreated, kRestarting,
-    kNoCheckpointDir,  kDeviceMemoryFull, kOtherMemberLeads, kOtherMembersHaveParts};
+    kRankReplaced,     kRankNotHeld,      kStreamReplaced,   kOlderGeneration,       kNoSuchJob,
+    kOtherJob,         kOtherStep,        kOtherDescription, kOtherSettings,         kNoWeightsYet,
+    kHasWeights,       kSendAndSealAgain, kAbortAndRedo,     kDiscardAndRedo,        kVoteAgain,
+    kMalformedMessage, kStopping,         kJobBroken,        kJobBeingCreated,       kRestarting,
+    kNoCheckpointDir,  kDeviceMemoryFull, kOtherMemberLeads, kOtherMembersHaveParts, kSuperseded};
 }  // namespace reason
 
 inline constexpr absl::string_view kReasonPayload = "ballast/reason";

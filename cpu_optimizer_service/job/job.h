@@ -264,6 +264,11 @@ class Job : public std::enable_shared_from_this<Job> {
                                            const std::function<bool()>& still_wanted) = 0;
   // For all code that takes part in a step.
   virtual TraceRecorder& trace() = 0;
+  // The job's name has gone on elsewhere, in this later epoch: its host was taken for dead. From now on
+  // this part serves nothing, in later processes too. Closed here, it frees its memory. Done: true if
+  // that is new. Waits for a decision and update in progress.
+  virtual Pending Supersede(uint64_t epoch, Done<bool> done) = 0;
+  virtual bool is_superseded() const = 0;
   // ---- With several members (members/words.h)
   // While it is created: whom that waits for, in a line; empty: no other member.
   virtual std::string CreationWaitsFor() const = 0;

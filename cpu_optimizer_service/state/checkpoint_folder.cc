@@ -55,7 +55,7 @@ FoundCheckpoint Look(FileSystem& file_system, const std::string& directory) {
   return found;
 }
 
-// First what saved last; of one job what is newest. `saved`: when each job saved last.
+// First what has the highest epoch, and of that what saved last; of one job what is newest. `saved`: when each job saved last.
 void Sort(std::vector<FoundCheckpoint>& all) {
   std::map<std::string, int64_t> saved;
   for (const FoundCheckpoint& found : all) {
@@ -65,11 +65,13 @@ void Sort(std::vector<FoundCheckpoint>& all) {
   std::sort(all.begin(), all.end(), [&](const FoundCheckpoint& x, const FoundCheckpoint& y) {
     const CheckpointFacts& a = x.facts;
     const CheckpointFacts& b = y.facts;
-    // The generation before the step: after a load or an undo a job may go on from a lower step in
-    // a higher generation. The clock comes after both, because it may have gone back.
-    return std::tuple(x.problem.ok(), saved[a.uid], a.uid, a.generation, a.step, a.saved_unix_ms,
-                      a.directory) > std::tuple(y.problem.ok(), saved[b.uid], b.uid, b.generation,
-                                                b.step, b.saved_unix_ms, b.directory);
+    // The epoch before the clock: hosts of a cluster may differ in that. The generation before the
+    // step: after a load or an undo a job may go on from a lower step in a higher generation. The
+    // clock comes after both, because it may have gone back.
+    return std::tuple(x.problem.ok(), a.epoch, saved[a.uid], a.uid, a.generation, a.step,
+                      a.saved_unix_ms,
+                      a.directory) > std::tuple(y.problem.ok(), b.epoch, saved[b.uid], b.uid,
+                                                b.generation, b.step, b.saved_unix_ms, b.directory);
   });
 }
 
@@ -173,6 +175,14 @@ int64_t LastSaved(FileSystem& file_system, const std::string& folder) {
   if (!all.ok()) return last;
   for (const FoundCheckpoint& found : *all) last = std::max(last, found.facts.saved_unix_ms);
   return std::min(last, std::numeric_limits<int64_t>::max() - 1);
+}
+
+uint64_t HighestEpoch(FileSystem& file_system, const std::string& folder) {
+  uint64_t highest = 0;
+  const absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
+  if (!all.ok()) return highest;
+  for (const FoundCheckpoint& found : *all) highest = std::max(highest, found.facts.epoch);
+  return highest;
 }
 
 std::vector<CheckpointFacts> DeleteOlder(FileSystem& file_system, CheckpointUses& uses,

@@ -45,6 +45,9 @@ absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_sy
 // The highest saved_unix_ms there, below the maximal number; 0: there is none.
 int64_t LastSaved(FileSystem& file_system, const std::string& folder);
 
+// The highest epoch there, of any job; 0: there is no checkpoint.
+uint64_t HighestEpoch(FileSystem& file_system, const std::string& folder);
+
 // Deletes the job's checkpoints except the newest `keep` of those that are `asked_for`, or of those
 // that are not. Of the same step and generation it keeps only the newest. Returns the deleted ones.
 // Checkpoints in use, or that cannot be deleted, stay, without an error.

@@ -194,6 +194,7 @@ json ToJson(const CheckpointIndex& index) {
           {"job", index.job},
           {"uid", index.uid},
           {"step", index.step},
+          {"epoch", index.epoch},
           {"generation", index.generation},
           {"saved_unix_ms", index.saved_unix_ms},
           {"size_bytes", size_bytes},
@@ -230,6 +231,7 @@ CheckpointIndex IndexFromJson(const json& text) {
   text.at("job").get_to(index.job);
   text.at("uid").get_to(index.uid);
   index.step = static_cast<uint64_t>(Count(text.at("step")));
+  text.at("epoch").get_to(index.epoch);
   text.at("generation").get_to(index.generation);
   text.at("saved_unix_ms").get_to(index.saved_unix_ms);
   text.at("asked_for").get_to(index.asked_for);
@@ -445,6 +447,7 @@ absl::StatusOr<CheckpointFacts> ReadCheckpointFacts(FileSystem& file_system,
                          .job = job,
                          .uid = uid,
                          .step = static_cast<uint64_t>(step),
+                         .epoch = static_cast<uint64_t>(number("epoch")),
                          .generation = static_cast<uint64_t>(number("generation")),
                          .saved_unix_ms = number("saved_unix_ms"),
                          .size_bytes = number("size_bytes"),

@@ -45,7 +45,8 @@ struct CheckpointIndex {
   std::string job;
   std::string uid;
   uint64_t step = 0;
-  uint64_t generation = 0;    // The job's, at the save.
+  uint64_t epoch = 1;  // The job's, and the count of its generation, at the save.
+  uint64_t generation = 0;
   int64_t saved_unix_ms = 0;  // When the save began.
   bool asked_for = false;     // A user requested the save; false: a scheduled one.
   std::string trainer_state;  // Any bytes.
@@ -108,6 +109,7 @@ struct CheckpointFacts {
   std::string job;
   std::string uid;
   uint64_t step = 0;
+  uint64_t epoch = 1;
   uint64_t generation = 0;
   int64_t saved_unix_ms = 0;
   int64_t size_bytes = 0;  // Of all files except the index.

@@ -200,6 +200,7 @@ absl::StatusOr<CheckpointFacts> CheckpointWriter::Finish(absl::Status status) {
   CheckpointFacts facts = {.job = index_.job,
                            .uid = index_.uid,
                            .step = index_.step,
+                           .epoch = index_.epoch,
                            .generation = index_.generation,
                            .asked_for = index_.asked_for};
   const auto make = [&]() -> absl::Status {

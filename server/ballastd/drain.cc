@@ -67,6 +67,7 @@ absl::StatusOr<CheckpointInfo> SavedByOthers(const Job& job, const std::string& 
 
 void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_directory,
              double seconds, DrainReport& report) {
+  if (job.is_superseded()) return;  // It is over.
   const JobStatus status = job.Status();
   const auto at_step = [&](uint64_t step) {
     return absl::StrCat("job ", job.spec().name, " at step ", step);

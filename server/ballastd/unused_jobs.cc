@@ -30,7 +30,8 @@ absl::StatusOr<std::string> SaveState(const Engine& engine, Job& job) {
 void UnusedJobs::Look(absl::Time now) {
   std::map<std::string, Seen> seen;  // Without those that are closed.
   for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
-    if (job->spec().member_count() > 1) continue;  // It cannot be saved yet.
+    // Of several members none knows alone whether the job is used.
+    if (job->spec().member_count() > 1 && !job->is_superseded()) continue;
     const auto before = seen_.find(job->uid());
     const Seen news = {.use = job->use(), .since = now, .next = now};
     Seen& known = seen[job->uid()];
@@ -45,6 +46,11 @@ void UnusedJobs::Look(absl::Time now) {
 void UnusedJobs::Forget(const std::shared_ptr<Job>& job, Seen& seen, absl::Time now) {
   seen.next = now + std::min(after_, kTryAgain);
   const std::string& name = job->spec().name;
+  if (job->is_superseded()) {
+    engine_.CloseJob(
+        job, [](const absl::StatusOr<bool>&) {}, /*here=*/true);
+    return;
+  }
   const absl::StatusOr<std::string> saved = SaveState(engine_, *job);
   if (!saved.ok()) {
     if (job->Status().phase == JobPhase::kClosed) return;  // Whoever has closed it wants no save.

@@ -24,6 +24,7 @@ v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* 
   to.set_job(facts.job);
   to.set_uid(facts.uid);
   to.set_step(facts.step);
+  to.set_epoch(facts.epoch);
   to.set_generation(facts.generation);
   to.set_size_bytes(facts.size_bytes);
   to.set_saved_unix_ms(facts.saved_unix_ms);

@@ -202,7 +202,7 @@ def play_refusals(folder):
     (saved / "gpt/step-1.1").mkdir(parents=True)
     parameter = '{"name":"p","shape":[1],"group":"g","elements":1,"update_count":1}'
     (saved / "gpt/step-1.1/index.json").write_text(
-        '{"format":"ballast-checkpoint","version":1,"job":"gpt","uid":"u","step":1,"generation":1,"saved_unix_ms":1,'
+        '{"format":"ballast-checkpoint","version":1,"job":"gpt","uid":"u","step":1,"epoch":1,"generation":1,"saved_unix_ms":1,'
         f'"parameters":[{",".join([parameter] * 500_000)}]}}')
     service = Service(folder, "--memory-limit=256MiB", f"--checkpoint-dir={saved}", "--threads=1")
     try:

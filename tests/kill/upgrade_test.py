@@ -25,7 +25,7 @@ from processes import end_group, start
 UPGRADES = 5
 TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
 # Of this version (server/holder/holder_table.h, kept_job.h).
-PROTOCOL, FORMAT = 1, 1
+PROTOCOL, FORMAT = 1, 2
 
 
 def upgrade(process, program=BIN / "ballastd"):

@@ -122,7 +122,7 @@ void Fields(Each&& each, MemberSpec& v) {
 template <typename Each>
 void Fields(Each&& each, JobSpec& v) {
   each(v.name, v.groups, v.layout, v.on_abort, v.unused_policy, v.max_micro_steps, v.update_mode,
-       v.keep_previous, v.members, v.homes);
+       v.keep_previous, v.members, v.homes, v.epoch);
 }
 template <typename Each>
 void Fields(Each&& each, Derivation& v) {
@@ -130,13 +130,14 @@ void Fields(Each&& each, Derivation& v) {
 }
 template <typename Each>
 void Fields(Each&& each, JobIdentity& v) {
-  each(v.uid, v.generation, v.spec, v.derivation, v.member, v.lead_principal, v.creation);
+  each(v.uid, v.spec, v.derivation, v.member, v.lead_principal, v.creation);
 }
 
 template <typename Each>
 void Fields(Each&& each, KeptDecision& v) {
   each(v.outcome, v.terms, v.vote, v.attempt, v.micro_steps, v.coverage_complete,
-       v.hyper_parameters, v.update_counts, v.values_after, v.group_norms, v.speculation, v.reports);
+       v.hyper_parameters, v.update_counts, v.values_after, v.group_norms, v.speculation,
+       v.reports);
 }
 template <typename Each>
 void Fields(Each&& each, KeptReport& v) {

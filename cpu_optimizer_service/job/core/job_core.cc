@@ -90,6 +90,15 @@ absl::Status JobCore::StatusOf(std::optional<Answer> answer) const {
     case Answer::kWaits:
       return absl::OkStatus();
     case Answer::kClosed:
+      if (record.superseded_by != 0 && !record.closed) {
+        return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                              job, " of epoch ", spec().epoch,
+                              " is over: it has gone on elsewhere, from a checkpoint, "
+                              "in epoch ",
+                              record.superseded_by, "; to free its memory: ballast close ",
+                              spec().name, " --here, with the --service of this one")),
+                          reason::kSuperseded);
+      }
       return WithReason(absl::NotFoundError(absl::StrCat(job, " has been closed")),
                         reason::kNoSuchJob);
     case Answer::kLoading:

@@ -21,7 +21,6 @@ namespace ballast {
 // Given to a job when it is made.
 struct JobIdentity {
   std::string uid;
-  Generation generation = 1;
   JobSpec spec;
   Derivation derivation;
   int member = 0;                   // Which of spec.members this service is.
@@ -182,6 +181,8 @@ struct JobRecord {
   uint64_t epoch = 1;                     // Of the current or next step.
   bool closed = false;
   std::string closing;  // Why the job is closed at all members, which is not done yet; empty: no.
+  // A later epoch in which the job's name has gone on elsewhere; 0: none. Then this part serves nothing.
+  uint64_t superseded_by = 0;
   // Loads begun, and undos, so far. At a member that does not lead: that of the lead which it has
   // ended last.
   uint64_t loads = 0;

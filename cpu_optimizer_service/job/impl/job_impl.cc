@@ -91,7 +91,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
     memory_.need.other_bytes += KeptBytes(core_.layout, core_.environment.tasks->threads());
   }
   if (!is_alone()) core_.first_weights.Hold();  // Until all members have theirs.
-  core_.record.generation = core_.identity.generation;
+  core_.record.generation = {1, spec().epoch};
   core_.record.update_counts.assign(core_.identity.spec.layout.parameters.size(), 0);
   core_.record.later_changes.resize(core_.identity.spec.groups.size());
   for (const GroupSpec& group : core_.identity.spec.groups) {

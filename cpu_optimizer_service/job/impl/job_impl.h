@@ -169,6 +169,11 @@ class JobImpl : public Job {
   // only this member's part. Otherwise the lead closes the job at all members and waits for them;
   // another member: FAILED_PRECONDITION (OTHER_MEMBER_LEADS).
   Pending Close(std::optional<Use> unused, bool here, Done<bool> done);
+  Pending Supersede(uint64_t epoch, Done<bool> done) override;
+  bool is_superseded() const override {
+    JobCore::Lock lock(core_);
+    return core_.record.superseded_by != 0;
+  }
   // Being closed, and some member has not closed its part yet.
   bool is_closing() const {
     JobCore::Lock lock(core_);
@@ -215,6 +220,8 @@ class JobImpl : public Job {
   // Ends this job; its listeners get `why`. With `everywhere` at the lead of others, it waits for
   // these.
   void CloseNow(const std::string& why, bool everywhere) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The generation has risen, and nothing is in progress: whoever still asks or waits is refused.
+  void StopServing() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // It is over once all members have closed their parts, or, with `here`, now.
   void EndClosing(bool here = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // UNIMPLEMENTED with several members: `what` would act on one of them alone.

@@ -144,7 +144,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       BALLAST_RETURN_IF_ERROR(writes_.TakeOver(story));
       BALLAST_RETURN_IF_ERROR(TakeOverStep(story));
     }
-    if (!core_.record.closing.empty()) core_.gate.Close();
+    if (!core_.record.closing.empty() || core_.record.superseded_by != 0) core_.gate.Close();
     if (!core_.record.lost_part.empty()) AskLead(core_.record.lost_part, [](absl::Status) {});
   }
   {

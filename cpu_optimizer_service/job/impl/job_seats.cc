@@ -79,10 +79,12 @@ Pending JobImpl::Close(std::optional<Use> unused, bool here, Done<bool> done) {
   return core_.Enter(Admission::kClose, -1,
                      [this, self = shared_from_this(), unused, here, done = std::move(done)](
                          absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                       const bool is_superseded = core_.record.superseded_by != 0;
                        if (admitted.ok() && unused.has_value()) admitted = CheckUnused(*unused);
                        if (admitted.ok() && !here) admitted = CheckLeads();
                        // Another call has closed the job: then this one is done, too.
-                       if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
+                       if (absl::IsNotFound(admitted) || is_superseded) admitted = absl::OkStatus();
+                       here = here || is_superseded;  // Others are closed where they are.
                        if (!admitted.ok()) {
                          loader_.EndWaits(absl::OkStatus());
                          return core_.Reply<bool>(std::move(done), admitted);
@@ -96,13 +98,7 @@ Pending JobImpl::Close(std::optional<Use> unused, bool here, Done<bool> done) {
 void JobImpl::CloseNow(const std::string& why, bool everywhere) {
   RaiseGeneration(why,
                   [this, self = Self(), why, everywhere]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
-                    core_.gate.Close();
-                    for (auto& [id, ask] : std::exchange(to_lead_.asks, {})) {
-                      std::move(ask.then)(core_.StatusOf(Answer::kClosed));
-                    }
-                    FailSaves(core_.StatusOf(Answer::kClosed));
-                    tasks_.GiveUp(core_.StatusOf(Answer::kClosed));
-                    core_.NotifyStepOver();
+                    StopServing();
                     core_.Tell(absl::StrCat("closed at step ", committed_step()));
                     if (everywhere && core_.identity.is_lead() && !is_alone()) {
                       core_.record.closing = why;
@@ -111,6 +107,44 @@ void JobImpl::CloseNow(const std::string& why, bool everywhere) {
                     }
                     EndClosing(/*here=*/core_.record.closing.empty());
                   });
+}
+
+void JobImpl::StopServing() {
+  core_.gate.Close();
+  const absl::Status why = core_.StatusOf(Answer::kClosed);
+  for (auto& [id, ask] : std::exchange(to_lead_.asks, {})) std::move(ask.then)(why);
+  FailSaves(why);
+  tasks_.GiveUp(why);
+  core_.NotifyStepOver();
+}
+
+Pending JobImpl::Supersede(uint64_t epoch, Done<bool> done) {
+  {
+    // As in Close.
+    const JobCore::Section section(core_);
+    if (!is_alone() && core_.identity.is_lead()) {
+      loader_.EndWaits(absl::CancelledError("the job is superseded"));
+    }
+  }
+  return core_.Enter(
+      Admission::kClose, -1,
+      [this, self = shared_from_this(), epoch, done = std::move(done)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+            if (core_.gate.phase() == Phase::kClosed)
+              return core_.Reply<bool>(std::move(done), false);
+            if (!admitted.ok()) {
+              loader_.EndWaits(absl::OkStatus());
+              return core_.Reply<bool>(std::move(done), admitted);
+            }
+            core_.record.superseded_by = epoch;  // Kept with the generation's flip.
+            const std::string why = std::string(core_.StatusOf(Answer::kClosed).message());
+            RaiseGeneration(why, [this, self = Self(), why, done = std::move(done)]()
+                                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+                                       StopServing();
+                                       core_.Tell(why);
+                                       core_.Reply<bool>(std::move(done), true);
+                                     });
+          });
 }
 
 void JobImpl::EndClosing(bool here) {

@@ -109,6 +109,10 @@ JobStatus JobImpl::Status() const {
     status.problem = std::string(core_.StatusOf(Answer::kTorn).message());
   }
   if (core_.gate.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
+  if (core_.record.superseded_by != 0) {
+    status.phase = JobPhase::kBroken;
+    status.problem = std::string(core_.StatusOf(Answer::kClosed).message());
+  }
   for (int rank = 0; rank < members_.table.size(); ++rank) {
     status.ranks.push_back(ProgressOf(rank));
   }

@@ -80,6 +80,18 @@ void JobImpl::SaveForOthers() {
   if (core_.environment.checkpoints == nullptr) {
     return AnswerWanted(absl::FailedPreconditionError("the lead has no --checkpoint-dir"));
   }
+  // Where this service ends, too, its own save may be over.
+  const std::optional<CheckpointFacts> newest =
+      core_.environment.checkpoints->NewestOf(core_.identity.uid);
+  if (core_.environment.draining->load() && newest.has_value() &&
+      newest->step == core_.record.committed_step &&
+      newest->epoch == core_.record.generation.epoch &&
+      newest->generation == core_.record.generation.count) {
+    return AnswerWanted(CheckpointInfo{.directory = newest->directory,
+                                       .step = newest->step,
+                                       .generation = core_.record.generation,
+                                       .size_bytes = newest->size_bytes});
+  }
   core_.RunAfter([this, self = Self(), count = wanted_saves_.size()] {
     saver_.Save({.folder = core_.environment.checkpoints->PathOf(spec().name), .asked_for = false},
                 [this, self, count](const absl::StatusOr<CheckpointInfo>& saved) {

@@ -86,7 +86,7 @@
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
-inline constexpr uint32_t kKeptFormat = 1;
+inline constexpr uint32_t kKeptFormat = 2;
 
 class KeptJob {
  public:

@@ -180,7 +180,10 @@ Pending Loader::Load(LoadRequest request, Done<CheckpointInfo> done) {
                                           .loads = ++core_.record.loads,
                                           .sha256 = checkpoint->checkpoint.index().sha256};
           other_has_not_ = absl::OkStatus();
-          raise_generation_(core_.record.generation.Next(),
+          Generation next = core_.record.generation.Next();
+          // What is saved from here on counts as newer.
+          next.epoch = std::max(next.epoch, checkpoint->checkpoint.index().epoch);
+          raise_generation_(next,
                             absl::StrCat("job ", core_.spec().name,
                                          " was loaded from a checkpoint; attach again"),
                             start);

@@ -42,6 +42,7 @@ Pending Saver::Save(SaveRequest request, Done<CheckpointInfo> done) {
       Admission::kSnapshot, -1,
       [this, self = core_.KeepAlive(), saving, number](absl::Status admitted)
           ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+            if (admitted.ok() && Joins(*saving)) return;
             if (admitted.ok()) admitted = CheckMaySave(saving->request);
             if (!admitted.ok())
               return core_.Reply<CheckpointInfo>(std::move(saving->done), admitted);
@@ -83,6 +84,25 @@ absl::Status Saver::CheckMaySave(const SaveRequest& request) const {
   return absl::ResourceExhaustedError(
       absl::StrCat(same, " saves of job ", core_.spec().name,
                    " are under way; wait until one has ended (ballast job shows them)"));
+}
+
+bool Saver::Joins(Saving& saving) {
+  if (!has_others() || saving.request.asked_for || !core_.environment.draining->load())
+    return false;
+  for (const std::shared_ptr<Saving>& other : saves_) {
+    if (other->request.folder != saving.request.folder || other->request.asked_for ||
+        other->request.background || other->info.step != core_.record.committed_step ||
+        other->info.generation != core_.record.generation) {
+      continue;
+    }
+    other->done = [first = std::move(other->done),
+                   second = std::move(saving.done)](absl::StatusOr<CheckpointInfo> saved) mutable {
+      std::move(first)(saved);
+      std::move(second)(std::move(saved));
+    };
+    return true;
+  }
+  return false;
 }
 
 void Saver::SaveIfDue() {

@@ -56,6 +56,8 @@ class Saver {
   absl::Status CheckFolder(const SaveRequest& request) const;
   absl::Status CheckMaySave(const SaveRequest& request) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Members that are told to end at once ask for one save: takes part in one of this state.
+  bool Joins(Saving& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void WarnOfSave(uint64_t step, const absl::Status& why) const;
   void SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> number)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -63,6 +63,7 @@ void StateView::ReadWeights(int index, std::byte* out) const {
 CheckpointIndex StateView::MakeIndex(const JobRecord& record) const {
   CheckpointIndex index = {.job = core_.spec().name, .uid = core_.identity.uid};
   index.step = record.committed_step;
+  index.epoch = record.generation.epoch;
   index.generation = record.generation.count;
   index.trainer_state = record.trainer_state;
   if (const auto& steps = record.history.recent_steps; !steps.empty()) {

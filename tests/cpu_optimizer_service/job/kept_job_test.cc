@@ -104,13 +104,13 @@ std::string HashOf(const std::string& bytes) {
 TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
   KeeperForTwo keeper;
   NamedMemory memory(keeper);
-  KeptJob kept(memory, {.uid = kUid, .generation = {}, .spec = {}});
+  KeptJob kept(memory, {.uid = kUid, .spec = {}});
   ASSERT_TRUE(kept.Store(SomeRecord(), /*weights_complete=*/true,
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2244u);
-  EXPECT_EQ(HashOf(bytes), "a7a54310561401b9ceb8109fe65223933d47f8b5d1827522afd45e6ad735bfdb");
+  EXPECT_EQ(bytes.size(), 2252u);
+  EXPECT_EQ(HashOf(bytes), "7c3fd7705a7704b864bc62988b893dc547a9bd981824805ee2642232fd68e86c");
 }
 
 }  // namespace

@@ -171,6 +171,7 @@ TEST_F(CheckpointTest, WhatTheIndexSaysOfTheLastStepIsChecked) {
       [](json& index) { index["last_step"].erase("voted"); },
       [](json& index) { index.erase("last_step"); },
       [](json& index) { index.erase("trainer_state"); },
+      [](json& index) { index.erase("epoch"); },
       [](json& index) { index.erase("generation"); },
       [](json& index) { index["last_step"]["voted"]["abandon"] = 1; },
       [](json& index) { index["last_step"]["voted"]["max_norm"] = -1; },

@@ -217,7 +217,7 @@ def _read_safetensors(path: pathlib.Path) -> dict[str, torch.Tensor]:
 def index_of(job: str, step: int, groups: list[dict[str, Any]], parameters: list[dict[str, Any]]) -> dict[str, Any]:
     """The index of a new checkpoint; `write` adds the files."""
     return {"format": "ballast-checkpoint", "version": 1, "job": job, "uid": secrets.token_hex(16), "step": step,
-            "generation": 0, "saved_unix_ms": time.time_ns() // 1_000_000, "asked_for": True, "trainer_state": "",
+            "epoch": 1, "generation": 0, "saved_unix_ms": time.time_ns() // 1_000_000, "asked_for": True, "trainer_state": "",
             "last_step": None, "groups": groups, "parameters": parameters}
 
 
@@ -256,8 +256,17 @@ def _newest_of(folder: pathlib.Path) -> pathlib.Path:
             continue
         uid, at = index["uid"], index["saved_unix_ms"]
         saved[uid] = max(saved.get(uid, 0), at)
-        found.append((uid, index["generation"], index["step"], at, path))
-    return max(found, key=lambda one: (saved[one[0]], *one))[-1] if found else folder
+        found.append((index.get("epoch", 1), uid, index["generation"], index["step"], at, path))
+    return max(found, key=lambda one: (one[0], saved[one[1]], *one[1:]))[-1] if found else folder
+
+
+def _epoch_in(folder: pathlib.Path) -> int:
+    """Of the newest checkpoint there; 1: there is none. In a cluster each job of a name has a higher one."""
+    epochs = [1]
+    for path in folder.glob("step-*/index.json"):
+        with contextlib.suppress(OSError, ValueError):
+            epochs.append(int(json.loads(path.read_text()).get("epoch", 1)))
+    return max(epochs)
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, Any]:
@@ -367,6 +376,7 @@ def write(folder: pathlib.Path, index: dict[str, Any],
           planes: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> pathlib.Path:
     """Writes all or nothing, and replaces nothing."""
     folder.mkdir(exist_ok=True)
+    index["epoch"] = _epoch_in(folder)
     name = f"step-{index['step']}.0"
     partial, lock = _make_partial(folder / name)
     try:
