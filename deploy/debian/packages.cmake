@@ -70,6 +70,6 @@ include(CPack)
 
 add_custom_target(packages
   COMMAND ${CMAKE_CPACK_COMMAND} -G DEB -B ${CMAKE_BINARY_DIR}/../packages
-  DEPENDS ballastd_page ballast_page ballast-worker_page ballast_shared ballast_client ballast_proto ballast_messages
-          ballast_common
+  DEPENDS ballastd_page ballast_page ballast-worker_page ballast_shared ballast_client ballast_cluster ballast_proto
+          ballast_messages ballast_etcd_messages ballast_common
   WORKING_DIRECTORY ${CMAKE_BINARY_DIR} USES_TERMINAL VERBATIM)
