@@ -5,6 +5,7 @@
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <optional>
@@ -21,6 +22,7 @@
 #include "server/address.h"
 #include "server/call_pool.h"
 #include "server/checkpoint_paths.h"
+#include "server/cluster/registration.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/listener.h"
@@ -87,6 +89,25 @@ std::vector<WatchedFiles> FilesOf(Access& access, Tls& tls) {
           {"the certificate",
            {options.tls_certificate, options.tls_key, options.tls_client_ca},
            read_tls}};
+}
+
+// Null: none.
+absl::StatusOr<std::unique_ptr<cluster::Cluster>> OpenCluster(const ServerOptions& options,
+                                                              const std::vector<Address>& listen) {
+  if (options.cluster.empty()) return nullptr;
+  const bool is_reached = !options.advertise.empty() ||
+                          std::any_of(listen.begin(), listen.end(), [](const Address& address) {
+                            return address.unix_path.empty();
+                          });
+  if (!is_reached) {
+    return absl::InvalidArgumentError(
+        "flag --cluster: no host reaches a unix socket; listen on HOST:PORT as well");
+  }
+  BALLAST_ASSIGN_OR_RETURN(const cluster::Address address, cluster::ParseAddress(options.cluster));
+  absl::StatusOr<std::unique_ptr<cluster::Cluster>> opened =
+      cluster::Cluster::Open(address, options.etcd);
+  if (opened.ok()) return opened;
+  return Annotate(opened.status(), "flag --cluster");
 }
 
 absl::StatusOr<std::unique_ptr<Access>> OpenAccess(const ServerOptions& options) {
@@ -162,6 +183,8 @@ struct Server::Impl {
   std::optional<PeriodicThread> seal_reminders;
   Engine& engine;
   std::unique_ptr<MemberLinks> member_links;
+  std::unique_ptr<cluster::Cluster> cluster;   // Until `registration` has it.
+  std::unique_ptr<Registration> registration;  // Nullable.
   std::atomic<bool> serving = true;
   std::once_flag shut_down;
 };
@@ -191,7 +214,13 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
                              sockets.Add(address, engine.named_memory(), warn));
   }
   if (engine.named_memory() != nullptr) sockets.ForgetKept(*engine.named_memory());
-  job_service.IsReachedAt(options.advertise.empty() ? AdvertisedOf(addresses) : options.advertise);
+  const std::string advertised =
+      options.advertise.empty() ? AdvertisedOf(addresses) : options.advertise;
+  job_service.IsReachedAt(advertised);
+  if (cluster != nullptr) {
+    registration = std::make_unique<Registration>(this->engine, std::move(cluster), advertised);
+    job_service.UseRegistration(registration.get());
+  }
   // The builder has no address: all connections come through the acceptors.
   grpc_server = builder.BuildAndStart();
   if (grpc_server == nullptr) {
@@ -232,9 +261,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
       // Without an address, only this process itself reaches the server.
       CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
                       std::move(unix_sockets)));
+  BALLAST_ASSIGN_OR_RETURN(impl->cluster, OpenCluster(options, addresses));
   impl->member_links = std::make_unique<MemberLinks>(impl->tls->channel_credentials());
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options));
   engine.UseDialer(impl->member_links.get());
+  if (impl->registration != nullptr) impl->registration->Begin();
   impl->seal_reminders.emplace(
       "remind-of-seals", absl::ToChronoNanoseconds(absl::Seconds(options.seal_reminder_seconds)),
       [&engine, deadline_seconds = options.seal_deadline_seconds] {
@@ -248,7 +279,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
 }
 
 absl::Status Server::Check(const ServerOptions& options, bool is_new) {
-  BALLAST_RETURN_IF_ERROR(ParseAddresses(options).status());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
+  BALLAST_RETURN_IF_ERROR(OpenCluster(options, addresses).status());
   BALLAST_RETURN_IF_ERROR(Tls::Open(options.access).status());
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Access> access, OpenAccess(options));
   return is_new ? access->CheckThatTokensAreThere() : absl::OkStatus();
@@ -283,6 +315,14 @@ bool Server::serving() const { return impl_->serving; }
 const Access& Server::access() const { return *impl_->access; }
 
 CallPools& Server::pools() const { return impl_->pools; }
+
+std::string Server::ClusterLine() const {
+  return impl_->registration == nullptr ? std::string() : impl_->registration->ToLine();
+}
+
+void Server::LeaveCluster(bool keeps_jobs) {
+  if (impl_->registration != nullptr) impl_->registration->End(keeps_jobs);
+}
 
 int64_t Server::certificate_expires_unix_seconds() const {
   return impl_->tls->expires_unix_seconds();

@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
+#include "proto/cluster/etcd.h"
 #include "server/access/access_options.h"
 #include "server/address.h"
 
@@ -45,6 +46,10 @@ struct ServerOptions {
   bool shared_memory = true;
   // Every caller may save to and load from paths of its host (checkpoint_paths.h).
   bool allow_paths = false;
+  // The cluster that the service belongs to, by its address in etcd (proto/cluster/cluster.h), and
+  // how etcd lets it in. Empty: none.
+  std::string cluster;
+  cluster::Etcd::Access etcd;
   // Additional services; they outlive the server.
   std::vector<grpc::Service*> more_services;
 };
@@ -94,6 +99,10 @@ class Server {
   // When its TLS certificate expires; 0: no TLS.
   int64_t certificate_expires_unix_seconds() const;
   std::vector<CallUse> calls() const;
+  // How it stands with the cluster, in a line; empty: there is none.
+  std::string ClusterLine() const;
+  // The service stops, and leaves the cluster. Without `keeps_jobs` its jobs end with it.
+  void LeaveCluster(bool keeps_jobs);
   CallPools& pools() const;
   // Before a Shutdown after which the next process takes over the addresses: new connections wait
   // for it.

@@ -50,6 +50,16 @@ void AddFlags(BallastdFlags& flags, Texts& texts, CommandLine& line) {
   line.Add("advertise", flags.server.advertise,
            "HOST:PORT at which services on other hosts reach this one, for jobs that span hosts. "
            "Default: from --listen, its first address that other hosts can reach.");
+  line.Add(
+      "cluster", flags.server.cluster,
+      "etcd://HOST:PORT,HOST:PORT/PREFIX: register in etcd, where trainers and tools find this "
+      "service and its jobs by that address. Default: none.");
+  line.Add("etcd-ca", flags.server.etcd.ca, "Use TLS to etcd, with this authority.");
+  line.Add("etcd-cert", flags.server.etcd.cert, "This service's certificate for etcd.");
+  line.Add("etcd-key", flags.server.etcd.key, "Its key. Other users must not be able to read it.");
+  line.Add("etcd-user", flags.server.etcd.user, "This service's user in etcd.");
+  line.Add("etcd-password-file", flags.server.etcd.password_file,
+           "A file with that user's password. Other users must not be able to read it.");
   line.Add("insecure", flags.server.insecure,
            "Allow addresses that other hosts can reach without authentication. Every such host may "
            "do everything.");

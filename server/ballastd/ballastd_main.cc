@@ -39,6 +39,7 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
+#include "proto/cluster/cluster.h"
 #include "server/ballastd/ballastd_flags.h"
 #include "server/ballastd/drain.h"
 #include "server/ballastd/life_log.h"
@@ -314,6 +315,15 @@ void LogSelfBenchmark(const BallastdFlags& flags) {
   }
 }
 
+// A new service that cannot be found there is of no use; one with jobs goes on without it.
+absl::Status CheckCluster(const ballast::server::ServerOptions& options) {
+  if (options.cluster.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(const auto address, ballast::cluster::ParseAddress(options.cluster));
+  BALLAST_ASSIGN_OR_RETURN(const auto cluster,
+                           ballast::cluster::Cluster::Open(address, options.etcd));
+  return ballast::Annotate(cluster->Check(), "flag --cluster");
+}
+
 // When it stops, it leaves jobs as they are: the next process goes on with them.
 bool LeavesJobs(const BallastdFlags& flags) {
   return !flags.state_directory.empty() && flags.checkpoint_directory.empty();
@@ -459,6 +469,8 @@ int main(int argc, char** argv) {
       !is_first || (*held != nullptr && ((*held)->deaths() > 0 || (*held)->is_upgrade()));
   const absl::Status may_begin = CheckCheckpoints(unsavable, goes_on, *flags);
   if (!may_begin.ok()) return Fail(may_begin, 1);
+  const absl::Status has_cluster = goes_on ? absl::OkStatus() : CheckCluster(flags->server);
+  if (!has_cluster.ok()) return Fail(has_cluster, 1);
   if (!is_first && flags->memory_limit_is_default) {
     flags->memory_limit_bytes += memory->LeftBytes();
   }
@@ -549,6 +561,7 @@ int main(int argc, char** argv) {
         "signal again");
     (*manager)->StopRefused(absl::StrCat("not stopped, because not saved: ", why_not));
   }
+  (*server)->LeaveCluster(/*keeps_jobs=*/LeavesJobs(*flags));
   (*manager)->Stopping("stopped");
   spdlog::default_logger()->flush();  // Not its end: other threads still log.
   std::fflush(nullptr);

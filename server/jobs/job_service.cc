@@ -2,6 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -146,14 +147,49 @@ absl::Status JobService::Create(UnaryCall& call, const grpc::ByteBuffer& bytes) 
       BALLAST_ASSIGN_OR_RETURN(derivation.checkpoint, paths_.Resolve(from, call.caller()));
     }
   }
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<Registration::Claim> claim,
+                           TakeName(derivation, spec));
   return call.Await<std::shared_ptr<Job>>(
       [&](Done<std::shared_ptr<Job>> done) {
-        engine_.CreateJob(std::move(spec), std::move(derivation), std::move(done));
+        engine_.CreateJob(std::move(spec), std::move(derivation),
+                          [this, claim, done = std::move(done)](
+                              absl::StatusOr<std::shared_ptr<Job>> created) mutable {
+                            if (claim.has_value() && !created.ok()) registration_->GiveBack(*claim);
+                            std::move(done)(std::move(created));
+                          });
         return Pending();  // What has been begun is made, whether its caller waits for it or not.
       },
-      [this](const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::Job> {
+      [this, claim](const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::Job> {
+        if (claim.has_value()) {
+          const absl::Status kept = registration_->Keep(*claim, *job);
+          if (!kept.ok()) {
+            engine_.CloseJob(job, [](const absl::StatusOr<bool>&) {});
+            return kept;
+          }
+        }
         return CreatedMessage(engine_, *job);
       });
+}
+
+// A job derived from another has its name already.
+absl::StatusOr<std::optional<Registration::Claim>> JobService::TakeName(
+    const Derivation& derivation, JobSpec& spec) const {
+  if (!derivation.uid.empty()) {
+    const absl::StatusOr<std::shared_ptr<Job>> origin = engine_.FindJob(spec.name);
+    if (origin.ok()) spec.epoch = (*origin)->spec().epoch;
+    return std::nullopt;
+  }
+  if (registration_ != nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(Registration::Claim claim, registration_->Take(spec));
+    spec.epoch = claim.record.job.epoch();
+    return claim;
+  }
+  // Of checkpoints the one with the highest epoch is loaded first.
+  if (engine_.checkpoints() != nullptr) {
+    const std::optional<CheckpointFacts> found = engine_.checkpoints()->Find(spec.name);
+    if (found.has_value()) spec.epoch = std::max<uint64_t>(found->epoch, 1);
+  }
+  return std::nullopt;
 }
 
 absl::StatusOr<v1::Job> JobService::Get(const Caller& caller,
@@ -212,12 +248,19 @@ absl::StatusOr<v1::ListJobsResponse> JobService::List(const Caller& caller,
 absl::Status JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job,
                            Find(engine_, call.caller(), request.name(), request.uid()));
+  // A part that goes alone leaves the record, by which the other ones are found.
+  const bool frees_name = registration_ != nullptr && !request.here();
+  const std::string name = job->spec().name;
+  const std::string uid = job->uid();
   // Not by its name, which may be another job's by now.
   return call.Await<bool>(
       [&](Done<bool> done) {
         return engine_.CloseJob(std::move(job), std::move(done), request.here());
       },
-      [](bool) -> absl::StatusOr<v1::CloseJobResponse> { return v1::CloseJobResponse(); });
+      [this, frees_name, name, uid](bool) -> absl::StatusOr<v1::CloseJobResponse> {
+        if (frees_name) registration_->Closed(name, uid);
+        return v1::CloseJobResponse();
+      });
 }
 
 // The description may be large, so it is parsed, and later made, in the pool.

@@ -2,6 +2,7 @@
 #ifndef BALLAST_SERVER_JOBS_JOB_SERVICE_H_
 #define BALLAST_SERVER_JOBS_JOB_SERVICE_H_
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "cpu_optimizer_service/engine.h"
 #include "server/call_pool.h"
 #include "server/checkpoint_paths.h"
+#include "server/cluster/registration.h"
 #include "server/raw_service.h"
 #include "server/shared_memory/shared_memory_server.h"
 
@@ -24,9 +26,14 @@ class JobService final : public RawService<v1::JobService> {
 
   // Before any call: the address that clients are told for other services; "" for none.
   void IsReachedAt(std::string advertised) { advertised_ = std::move(advertised); }
+  // Before any call: who keeps names of jobs in a cluster, and outlives calls; null: nobody.
+  void UseRegistration(Registration* registration) { registration_ = registration; }
 
  private:
   absl::Status Create(UnaryCall& call, const grpc::ByteBuffer& bytes);
+  // Also chooses spec.epoch. Empty: the cluster has no part in it.
+  absl::StatusOr<std::optional<Registration::Claim>> TakeName(const Derivation& derivation,
+                                                              JobSpec& spec) const;
   absl::StatusOr<v1::Job> Get(const Caller& caller, const v1::GetJobRequest& request) const;
   absl::StatusOr<v1::ListJobsResponse> List(const Caller& caller,
                                             const v1::ListJobsRequest& request) const;
@@ -43,6 +50,7 @@ class JobService final : public RawService<v1::JobService> {
   const CheckpointPaths& paths_;
   SharedMemoryServer* const shared_memory_server_;
   std::string advertised_;
+  Registration* registration_ = nullptr;
 };
 
 }  // namespace ballast::server

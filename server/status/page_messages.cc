@@ -93,6 +93,7 @@ v1::ServiceDescription ProcessMessage(const Engine& engine, const Server& server
   message.set_start_time_seconds(facts.start_time_seconds);
   message.set_kernel(KernelTarget());
   for (const std::string& address : server.addresses()) message.add_addresses(address);
+  message.set_cluster(server.ClusterLine());
   message.set_ready(server.serving());
   message.set_child_deaths(static_cast<int64_t>(history.deaths));
   message.set_resident_bytes(facts.resident_bytes);

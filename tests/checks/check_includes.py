@@ -32,7 +32,7 @@ ROOMS = {
                               "state", "gradients", "kernels", "host", "common/history",
                               "common/plan", "common/norm", "common/text", "common/system", "common/limits",
                               "common"),
-    "server": ("ballastd", "holder", "status", "jobs", "members", "train", "shared_memory", "front", "access"),
+    "server": ("ballastd", "holder", "status", "jobs", "cluster", "members", "train", "shared_memory", "front", "access"),
     "client": ("cli/support", "cli", "cli/terminal", "c_api", "tensors", "calls", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",
                    "collective", "base"),

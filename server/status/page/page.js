@@ -61,7 +61,8 @@ function showPulse(ok, text) {
 
 function showFoot(service) {
   const facts = [`Ballast ${service.version}`, service.addresses.join(", "), `kernel ${service.kernel}`,
-    `process ${service.process_id}`, `resident ${bytes(service.resident_bytes)}`, `instance ${service.instance_id.slice(0, 8)}`];
+    `process ${service.process_id}`, `resident ${bytes(service.resident_bytes)}`, `instance ${service.instance_id.slice(0, 8)}`,
+    ...(service.cluster ? [service.cluster] : [])];
   morph(document.getElementById("foot"), element("footer", { id: "foot" },
     element("ul", null, facts.map((text) => element("li", null, text)),
       hasToken() ? null : element("li", null, element("a", { href: "/metrics" }, "Metrics")))));
