@@ -507,6 +507,15 @@ int32_t ballast_call(const ballast_options* options, const char* method, const c
 int32_t ballast_read_state(const ballast_options* options, const char* parameter, int32_t plane,
                            float* out, int64_t elements, uint64_t* step, int64_t* update_count);
 
+/* For one rank of a job, which tells the others: the services of options.job in a cluster, whose
+ * address "etcd://HOST:PORT/PREFIX" is options.service. They are those of the job's record; for a new
+ * job the fewest that have room, or as many as "?members=N" or "?members=all" behind the address says.
+ * `services`: "a:7070" or "a:7070,b:7070", rank 0's home first, until the thread's next call of this
+ * function. etcd is reached with the files and the user of BALLAST_ETCD_CA, _CERT, _KEY, _USER and
+ * _PASSWORD_FILE. RESOURCE_EXHAUSTED: no services have room. NOT_FOUND: no service is registered.
+ * Since version 10. */
+int32_t ballast_find_services(const ballast_options* options, const char** services);
+
 /* A key and a certificate for a service that this process starts and that others reach at `host`, an
  * IP address: PEM texts for its --tls-key and --tls-cert. Who trusts this certificate (tls_ca,
  * --tls-client-ca) knows the service by it, and no other one. Valid until the thread's next call of

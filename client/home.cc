@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/jobs.grpc.pb.h"
+#include "client/calls/cluster_services.h"
 #include "client/connect.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -51,6 +52,12 @@ std::string NameOfHost() {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectHome(const std::string& services, int rank,
                                                            JobSpec& job, absl::Duration timeout,
                                                            const Credentials& credentials) {
+  if (cluster::IsAddress(services)) {
+    BALLAST_ASSIGN_OR_RETURN(const std::string found, rank == 0
+                                                          ? FindServices(services, job, credentials)
+                                                          : AwaitServices(services, job, timeout));
+    return ConnectHome(found, rank, job, timeout, credentials);
+  }
   const bool has_members = !job.members.empty();
   if (!has_members) {
     BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> addresses, ParseServices(services));

@@ -19,7 +19,9 @@
 
 namespace ballast::client {
 
-// `services`: one address, or several with commas between, the same on all ranks. Several get
+// `services`: one address, or several with commas between, the same on all ranks. Or that of a
+// cluster, "etcd://HOST:PORT/PREFIX": rank 0 takes FindServices, and others wait for the record of the
+// job that it creates. Several get
 // consecutive ranks in even shares, which are written to job.members and job.homes; so rank 0's home
 // is the first. If `job` has members already, they count. Then `services` is how this rank reaches
 // its home, such as by its unix socket; empty: at the member's address. Of a job without members

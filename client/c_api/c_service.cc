@@ -22,9 +22,8 @@
 #include "client/c_api/c_options.h"
 #include "client/c_api/c_session.h"
 #include "client/c_api/self_signed.h"
+#include "client/calls/cluster_services.h"
 #include "client/calls/service.h"
-#include "client/connect.h"
-#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -113,16 +112,9 @@ absl::Status WithService(const ballast_options* options,
   BALLAST_RETURN_IF_ERROR(
       ReadSeconds(given.reconnect_timeout_seconds, "reconnect_timeout_seconds", wait));
   BALLAST_RETURN_IF_ERROR(BeginTransport());
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> services, ParseServices(given.service));
-  const std::string& address = services[0];  // Rank 0's home, which leads the job.
-  const Credentials credentials = ReadCredentials(given);
-  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
-                           NewChannel(address, credentials));
-  // Bounded: an infinite timeout would overflow the clock.
-  const absl::Duration kMost = absl::Seconds(1e9);
-  Service service(address, std::move(channel), credentials, std::min(timeout, kMost),
-                  std::min(wait, kMost));
-  return call(service);
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Service> service,
+                           Service::To(given.service, ReadCredentials(given), timeout, wait));
+  return call(*service);
 }
 
 }  // namespace
@@ -179,6 +171,21 @@ int32_t ballast_read_state(const ballast_options* options, const char* parameter
       *update_count = reader.update_count();
       return absl::OkStatus();
     });
+  });
+}
+
+int32_t ballast_find_services(const ballast_options* options, const char** services) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckStructure(options, "ballast_options"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(services, "services"));
+    const ballast_options given = CRead(options);
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.service, "ballast_options.service"));
+    BALLAST_ASSIGN_OR_RETURN(const SessionOptions read, ReadOptions(given));
+    BALLAST_RETURN_IF_ERROR(BeginTransport());
+    thread_local std::string found;
+    BALLAST_ASSIGN_OR_RETURN(found, FindServices(given.service, read.job, ReadCredentials(given)));
+    *services = found.c_str();
+    return absl::OkStatus();
   });
 }
 

@@ -7,6 +7,7 @@
 #include <grpcpp/impl/rpc_method.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 #include <vector>
@@ -15,10 +16,12 @@
 #include "absl/strings/str_replace.h"
 #include "ballast/v1/jobs.grpc.pb.h"
 #include "ballast/v1/state.grpc.pb.h"
+#include "client/calls/cluster_services.h"
 #include "client/calls/member_reads.h"
 #include "client/connect.h"
 #include "client/session/retry.h"
 #include "client/transport/handshake.h"
+#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/text/suggestions.h"
 #include "proto/convert.h"
@@ -42,6 +45,16 @@ const FieldDescriptor* FieldOf(const Message& message, const std::string& name) 
 std::string TextOf(const Message& message, const std::string& name) {
   const FieldDescriptor* field = FieldOf(message, name);
   return field == nullptr ? "" : message.GetReflection()->GetString(message, field);
+}
+
+constexpr char kListJobs[] = "JobService/ListJobs";
+
+// Whose name it has; that of a folder of checkpoints, too. Empty: no job's.
+std::string JobAskedFor(const Message& request) {
+  const std::string name = TextOf(request, "name");
+  if (!name.empty()) return proto::JobOf(name);
+  const std::string folder = TextOf(request, "directory");
+  return folder.substr(0, folder.find('/'));
 }
 
 absl::StatusOr<const MethodDescriptor*> FindMethod(const std::string& method) {
@@ -89,17 +102,79 @@ absl::Status CallAllPages(const std::function<absl::Status(const Message&, Messa
 Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
                  Credentials credentials, absl::Duration timeout, absl::Duration wait, Clock& clock)
     : address_(std::move(address)),
-      connection_(channel),
+      connection_(std::in_place, channel),
       channel_(std::move(channel)),
       credentials_(std::move(credentials)),
       timeout_(timeout),
       wait_(wait),
       clock_(clock) {}
 
+absl::StatusOr<std::unique_ptr<Service>> Service::To(const std::string& services,
+                                                     const Credentials& credentials,
+                                                     absl::Duration timeout, absl::Duration wait) {
+  // Bounded: an infinite timeout would overflow the clock.
+  constexpr absl::Duration kMost = absl::Seconds(1'000'000'000);
+  auto service = std::make_unique<Service>("", nullptr, credentials, std::min(timeout, kMost),
+                                           std::min(wait, kMost));
+  if (cluster::IsAddress(services)) {
+    service->cluster_ = services;
+    // What is wrong with files is found before the first call.
+    BALLAST_RETURN_IF_ERROR(OpenCluster(services).status());
+    return service;
+  }
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> addresses, ParseServices(services));
+  BALLAST_RETURN_IF_ERROR(CheckAddress(addresses.front()));
+  BALLAST_RETURN_IF_ERROR(service->UseAddress(addresses.front()));
+  return service;
+}
+
+absl::Status Service::UseAddress(const std::string& address) {
+  if (address == address_) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(channel_, NewChannel(address, credentials_));
+  connection_.emplace(channel_);
+  address_ = address;
+  answered_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status Service::GoTo(const std::string& job) {
+  if (cluster_.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(const std::string lead, FindLead(cluster_, job));
+  return UseAddress(lead);
+}
+
+absl::Status Service::ListJobsOfCluster(v1::ListJobsResponse& response) {
+  BALLAST_ASSIGN_OR_RETURN(const auto cluster, OpenCluster(cluster_));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<cluster::Cluster::Service> services,
+                           cluster->Services());
+  std::map<std::string, v1::Job> jobs;  // By name and uid; as the lead has it, if that answers.
+  for (const cluster::Cluster::Service& each : services) {
+    const std::string& address = each.service.address();
+    BALLAST_RETURN_IF_ERROR(UseAddress(address));
+    v1::ListJobsResponse said;
+    const absl::Status called =
+        CallHere(kListJobs, v1::ListJobsRequest(), said, Repeat::kAsTheProtocolSays);
+    if (!called.ok()) {
+      response.add_problems(std::string(called.message()));
+      continue;
+    }
+    response.set_memory_used_bytes(response.memory_used_bytes() + said.memory_used_bytes());
+    response.set_memory_limit_bytes(response.memory_limit_bytes() + said.memory_limit_bytes());
+    response.mutable_activities()->MergeFrom(said.activities());
+    for (v1::Job& job : *said.mutable_jobs()) {
+      const bool is_lead = job.homes().empty() || job.homes(0) == job.answering_member();
+      v1::Job& known = jobs[absl::StrCat(job.name(), " ", job.uid())];
+      if (known.name().empty() || is_lead) known.Swap(&job);
+    }
+  }
+  for (auto& [name, job] : jobs) response.add_jobs()->Swap(&job);
+  return absl::OkStatus();
+}
+
 absl::Status Service::Connect() {
   constexpr absl::Duration kConnectLimit = absl::Seconds(20);
   untrusted_may_pass_ = false;
-  const auto connected = connection_.Connected(std::min(timeout_, kConnectLimit));
+  const auto connected = connection_->Connected(std::min(timeout_, kConnectLimit));
   if (!connected.ok()) {
     return absl::UnavailableError(
         absl::StrCat("no service answers at ", address_, ": ", connected.status().message(),
@@ -186,6 +261,13 @@ absl::Status Service::CallHere(const std::string& method, const Message& request
 
 absl::Status Service::Call(const std::string& method, const Message& request, Message& response,
                            Repeat repeat) {
+  if (!cluster_.empty() && method == kListJobs) {
+    v1::ListJobsResponse listed;
+    BALLAST_RETURN_IF_ERROR(ListJobsOfCluster(listed));
+    response.CopyFrom(listed);
+    return absl::OkStatus();
+  }
+  BALLAST_RETURN_IF_ERROR(GoTo(JobAskedFor(request)));
   const absl::Status called = CallHere(method, request, response, repeat);
   if (ReasonOf(called) == reason::kOtherMemberLeads) {
     return CallLead(method, request, response, repeat);
@@ -209,10 +291,14 @@ absl::Status Service::CallLead(const std::string& method, const Message& request
   if (job.homes().empty() || job.homes(0) < 0 || job.homes(0) >= job.members_size()) {
     return absl::InternalError(absl::StrCat("the service at ", address_, " names no lead"));
   }
-  const std::string& address = job.members(job.homes(0)).address();
+  BALLAST_ASSIGN_OR_RETURN(const auto lead, Other(job.members(job.homes(0)).address()));
+  return lead->CallHere(method, request, response, repeat);
+}
+
+absl::StatusOr<std::unique_ptr<Service>> Service::Other(const std::string& address) const {
   BALLAST_ASSIGN_OR_RETURN(auto channel, NewChannel(address, credentials_));
-  Service lead(address, std::move(channel), credentials_, timeout_, wait_, clock_);
-  return lead.CallHere(method, request, response, repeat);
+  return std::make_unique<Service>(address, std::move(channel), credentials_, timeout_, wait_,
+                                   clock_);
 }
 
 absl::StatusOr<std::string> Service::CallJson(const std::string& method,
@@ -251,7 +337,7 @@ absl::Status Service::Suggest(const absl::Status& status, const std::string& nam
   if (!absl::IsNotFound(status)) return status;
   std::vector<std::string> names;
   if (ReasonOf(status) == reason::kNoSuchJob) {
-    const auto there = Call<v1::ListJobsResponse>("JobService/ListJobs", v1::ListJobsRequest());
+    const auto there = Call<v1::ListJobsResponse>(kListJobs, v1::ListJobsRequest());
     // The list would only have made the message better, so the first error stands.
     if (!there.ok()) return status;
     for (const v1::Job& job : there->jobs()) names.push_back(proto::BareName(job.name()));
@@ -278,6 +364,7 @@ absl::Status Service::Suggest(const absl::Status& status, const std::string& nam
 absl::Status Service::ReadState(
     const v1::ReadStateRequest& request, const std::function<void()>& begin,
     const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
+  BALLAST_RETURN_IF_ERROR(GoTo(proto::JobOf(request.name())));
   const absl::Status read = Suggest(WhileItMayHeal([&]() -> absl::Status {
                                       begin();
                                       BALLAST_RETURN_IF_ERROR(Connect());
@@ -312,6 +399,7 @@ absl::StatusOr<MemberReads> Service::ReadsOf(const v1::Job& job) const {
 
 absl::StatusOr<v1::WriteStateResponse> Service::WriteState(
     const v1::OpenWriteState& open, const std::function<absl::StatusOr<std::string>()>& next) {
+  BALLAST_RETURN_IF_ERROR(GoTo(proto::JobOf(open.name())));
   BALLAST_RETURN_IF_ERROR(Connect());
   grpc::ClientContext context;
   SetDeadline(context);
@@ -342,6 +430,7 @@ absl::StatusOr<v1::WriteStateResponse> Service::WriteState(
 absl::Status Service::ReadTrace(
     const v1::TraceJobRequest& request,
     const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {
+  BALLAST_RETURN_IF_ERROR(GoTo(proto::JobOf(request.name())));
   // This is not tried again: a second call would trace other steps than those that were waited for.
   BALLAST_RETURN_IF_ERROR(Connect());
   grpc::ClientContext context;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -33,6 +34,13 @@ class Service {
   // be restarting, or certificates may be changing.
   Service(std::string address, std::shared_ptr<grpc::Channel> channel, Credentials credentials,
           absl::Duration timeout, absl::Duration wait, Clock& clock = Clock::Real());
+  // `services`: an address; of several, the first, which is rank 0's home and leads the job. Of a
+  // cluster ("etcd://HOST:PORT/PREFIX") each call goes to the job's lead, a list of jobs is of all
+  // services, and what is of no job goes to any. INVALID_ARGUMENT: an address, a certificate or a token
+  // is wrong.
+  static absl::StatusOr<std::unique_ptr<Service>> To(const std::string& services,
+                                                     const Credentials& credentials,
+                                                     absl::Duration timeout, absl::Duration wait);
 
   // Whether a call may be repeated: as the protocol says (NO_SIDE_EFFECTS), or as the caller knows
   // for this request.
@@ -71,8 +79,15 @@ class Service {
 
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   const std::string& address() const { return address_; }
+  const std::string& cluster() const { return cluster_; }  // Its address; empty: none.
+  // To another service, with the same credentials and limits.
+  absl::StatusOr<std::unique_ptr<Service>> Other(const std::string& address) const;
 
  private:
+  // In a cluster: from now on calls go to the service that leads the job.
+  absl::Status GoTo(const std::string& job);
+  absl::Status UseAddress(const std::string& address);
+  absl::Status ListJobsOfCluster(v1::ListJobsResponse& response);
   absl::Status CallHere(const std::string& method, const google::protobuf::Message& request,
                         google::protobuf::Message& response, Repeat repeat);
   absl::Status CallLead(const std::string& method, const google::protobuf::Message& request,
@@ -92,8 +107,9 @@ class Service {
   absl::Status ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
                        const std::function<absl::Status(const Response&)>& receive);
 
-  const std::string address_;
-  Connection connection_;
+  std::string cluster_;  // Its address; empty: none.
+  std::string address_;
+  std::optional<Connection> connection_;
   std::shared_ptr<grpc::Channel> channel_;  // The connection's.
   const Credentials credentials_;
   const absl::Duration timeout_;

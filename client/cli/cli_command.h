@@ -63,6 +63,7 @@ Command ExportCommand();
 Command CheckpointsCommand();
 Command VerifyCommand();
 Command DeleteCheckpointCommand();
+Command RestoreCommand();
 Command PlanCommand();
 Command DoctorCommand();
 Command CompletionCommand();

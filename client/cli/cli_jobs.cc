@@ -114,6 +114,10 @@ absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
   return [job = arguments.positional(0), force = arguments.Has("force"),
           here = arguments.Has("here")](Service& service,
                                         bool json) -> absl::StatusOr<std::string> {
+    if (here && !service.cluster().empty()) {
+      return absl::InvalidArgumentError(
+          "--here is of one service; give its address: --service=HOST:PORT");
+    }
     v1::CloseJobRequest request;
     request.set_name(proto::JobName(job));
     request.set_here(here);

@@ -12,9 +12,11 @@
 namespace ballast::client::cli {
 
 std::string JobsText(const v1::ListJobsResponse& response) {
-  const std::string memory =
-      absl::StrCat("memory ", FormatBytes(response.memory_used_bytes()), " of ",
-                   FormatBytes(response.memory_limit_bytes()), " in use\n");
+  std::string memory = absl::StrCat("memory ", FormatBytes(response.memory_used_bytes()), " of ",
+                                    FormatBytes(response.memory_limit_bytes()), " in use\n");
+  for (const std::string& problem : response.problems()) {
+    absl::StrAppend(&memory, Printable(problem), "\n");
+  }
   if (response.jobs().empty()) return absl::StrCat("no jobs; ", memory);
   Table table({{"job"},
                {"phase"},

@@ -6,9 +6,7 @@
 #include "client/calls/service.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_text.h"
-#include "client/connect.h"
 #include "client/default_service.h"
-#include "cpu_optimizer_service/common/plan/homes.h"
 #include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "cpu_optimizer_service/common/text/suggestions.h"
@@ -34,8 +32,9 @@ std::string OverviewText(const std::vector<Command>& commands) {
   absl::StrAppend(
       &text,
       "  help [COMMAND]           this text, or a command's flags\n\n"
-      "Every command takes --json. Commands that call a service take --service ADDRESS (host:port "
-      "or\nunix:/path; default: BALLAST_SERVICE, 127.0.0.1:7070, or the socket of the packaged "
+      "Every command takes --json. Commands that call a service take --service ADDRESS (host:port, "
+      "\nunix:/path, or etcd://host:port/prefix of a cluster; default: BALLAST_SERVICE, "
+      "127.0.0.1:7070, or the socket of the packaged "
       "service),\n--timeout SECONDS and --wait SECONDS, and, if the service requires them, "
       "--tls-ca, --tls-cert,\n--tls-key and --token-file. `ballast --version` prints the build.\n");
   return text;
@@ -45,10 +44,10 @@ void AddCommonFlags(Command& command) {
   command.spec.flags.push_back({"json", "", "print JSON instead of a table"});
   command.spec.flags.push_back({"help", "", "print this text"});
   if (!command.asks_service) return;
-  command.spec.flags.push_back(
-      {"service", "ADDRESS",
-       "host:port or unix:/path (default: BALLAST_SERVICE, 127.0.0.1:7070, or the socket of the "
-       "packaged service)"});
+  command.spec.flags.push_back({"service", "ADDRESS",
+                                "host:port, unix:/path, or etcd://host:port/prefix of a cluster "
+                                "(default: BALLAST_SERVICE, 127.0.0.1:7070, or the socket of the "
+                                "packaged service)"});
   command.spec.flags.push_back(
       {"tls-ca", "FILE", "the authority of a TLS service's certificate (or BALLAST_TLS_CA)"});
   command.spec.flags.push_back({"tls-cert", "FILE", "a certificate (or BALLAST_TLS_CERT)"});
@@ -92,12 +91,6 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   const std::string named = arguments.Has("service") ? arguments.Get("service", "")
                             : command.asks_service   ? DefaultService()
                                                      : "127.0.0.1:7070";
-  const absl::StatusOr<std::vector<std::string>> services = ParseServices(named);
-  if (!services.ok()) return Fail(kWrongUsage, services.status(), see, error);
-  const std::string& address = services->front();  // Rank 0's home, which leads the job.
-  if (const absl::Status status = CheckAddress(address); !status.ok()) {
-    return Fail(kWrongUsage, status, see, error);
-  }
   Credentials credentials;
   if (command.asks_service) {
     credentials = OrEnvironment({.tls_ca = arguments.Get("tls-ca", ""),
@@ -106,12 +99,10 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
                                  .token_file = arguments.Get("token-file", "")});
   }
   // This reads certificates and tokens, so what is wrong with them is found before the call, too.
-  const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = NewChannel(address, credentials);
-  if (!channel.ok()) return Fail(kWrongUsage, channel.status(), "", error);
-  // Bounded: an infinite timeout would overflow the clock.
-  Service service(address, *channel, credentials, absl::Seconds(std::min(seconds, 1e9)),
-                  absl::Seconds(std::min(wait->value_or(0), 1e9)));
-  absl::StatusOr<Answer> answer = (*action)(service, arguments.Has("json"));
+  const absl::StatusOr<std::unique_ptr<Service>> service =
+      Service::To(named, credentials, absl::Seconds(seconds), absl::Seconds(wait->value_or(0)));
+  if (!service.ok()) return Fail(kWrongUsage, service.status(), "", error);
+  absl::StatusOr<Answer> answer = (*action)(**service, arguments.Has("json"));
   if (!answer.ok()) return Fail(kFailed, answer.status(), "", error);
   // JSON is ASCII with its control characters escaped (Dump). Text gets that here, once for all
   // commands.
@@ -130,7 +121,8 @@ std::vector<Command> AllCommands() {
       LoadCommand(),        ImportCommand(),   ExportCommand(),
       CheckpointsCommand(), VerifyCommand(),   DeleteCheckpointCommand(),
       AbortStepCommand(),   UndoCommand(),     CloseCommand(),
-      PlanCommand(),        DoctorCommand(),   CompletionCommand()};
+      RestoreCommand(),     PlanCommand(),     DoctorCommand(),
+      CompletionCommand()};
   for (Command& command : commands) AddCommonFlags(command);
   return commands;
 }

@@ -14,7 +14,7 @@ _ballast() {
   local before=${words[at - 1]}
   # Of --flag=VALUE it makes three words.
   if [[ $word == = ]]; then word=''; elif [[ $before == = ]]; then before=${words[at - 2]}; fi
-  local commands="jobs job history groups state write-state trace set-group save load import export checkpoints verify delete-checkpoint abort-step undo close plan doctor completion"
+  local commands="jobs job history groups state write-state trace set-group save load import export checkpoints verify delete-checkpoint abort-step undo close restore plan doctor completion"
   local files=" --out --tls-ca --tls-cert --tls-key --token-file " values=" --beta1 --beta2 --bias-correction --decoupled-weight-decay --dtype --eps --file-gb --lr --maximize --members --memory --plane --service --steps --timeout --uid --wait --weight-decay --world-size "
   local flags='' places=() place=0 flag ask=("${words[0]}" jobs --json --timeout=2)
   if ((at == 1)); then
@@ -40,6 +40,7 @@ _ballast() {
     abort-step) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     undo) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     close) flags="--force --here --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
+    restore) flags="--force --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     plan) flags="--members --memory --world-size --json --help" places=(SPEC) ;;
     doctor) flags="--out --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     completion) flags="--json --help" places=(SHELL) ;;

@@ -30,6 +30,7 @@
 #include "gpu_worker/run/worker_flags.h"
 #include "gpu_worker/run/worker_run.h"
 #include "gpu_worker/training/service_optimizer.h"
+#include "proto/cluster/cluster.h"
 #include "server/server.h"
 #ifdef BALLAST_HAS_CUDA
 #include "gpu_worker/cuda/nvtx.h"
@@ -65,13 +66,14 @@ class InProcessService {
 
 // The service that the flags name: another process, or one in this process, kept alive by
 // `in_process`. If they name several: the rank's, and `job` gets its members and homes. For "node":
-// its node's.
+// its node's. For a cluster's: null.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
     const WorkerFlags& flags, const Launch& launch, JobSpec& job,
     std::unique_ptr<InProcessService>& in_process) {
   if (flags.service == kNodeService) {
     return client::Connect(client::NodeServiceAddress(), absl::Seconds(10), flags.credentials);
   }
+  if (cluster::IsAddress(flags.service)) return nullptr;  // Once it is known what the job needs.
   if (flags.service != "in-process") {
     return client::ConnectHome(flags.service, launch.rank, job, absl::Seconds(10),
                                flags.credentials);
@@ -97,6 +99,10 @@ MakeOptimizer ServiceOptimizer(const WorkerFlags& flags, std::shared_ptr<grpc::C
     if (flags.service == kNodeService) {
       BALLAST_ASSIGN_OR_RETURN(
           home, ConnectNodeHome(channel, own_host, flags.credentials, spread, collective));
+    } else if (cluster::IsAddress(flags.service)) {
+      spread = job.spec;
+      BALLAST_ASSIGN_OR_RETURN(
+          home, ConnectClusterHome(flags.service, flags.credentials, spread, collective));
     }
     return MakeServiceOptimizer(home,
                                 {.job = job,
@@ -171,7 +177,7 @@ absl::Status Main(int argc, char** argv) {
   BALLAST_ASSIGN_OR_RETURN(const Workers workers,
                            ConnectWorkers(launch, absl::ToChronoMilliseconds(flags.peer_timeout)));
   MakeOptimizer make_optimizer = MakeLocalOptimizer;
-  if (channel != nullptr) {
+  if (flags.optimizer == OptimizerKind::kService) {
     make_optimizer = ServiceOptimizer(flags, std::move(channel), std::move(held), workers.own_host);
   }
   WorkerOptions options = flags.options;

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "client/calls/cluster_services.h"
 #include "client/connect.h"
 #include "client/home.h"
 #include "cpu_optimizer_service/common/plan/homes.h"
@@ -90,6 +91,21 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectNodeHome(
       "weights go over the network",
       collective.rank(), job.name, home, service->node);
   return client::Connect(home, absl::Seconds(10), credentials);
+}
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectClusterHome(
+    const std::string& address, const client::Credentials& credentials, JobSpec& job,
+    Collective& collective) {
+  absl::StatusOr<std::string> found = "";
+  if (collective.rank() == 0) found = client::FindServices(address, job, credentials);
+  // A worker that finds none tells the others why, so that none of them waits for it.
+  const std::string said = found.ok() ? *found : absl::StrCat("\n", found.status().message());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> texts, ShareText(said, collective));
+  BALLAST_RETURN_IF_ERROR(found.status());
+  if (absl::StartsWith(texts[0], "\n")) {
+    return absl::UnavailableError(absl::StrCat("worker 0 finds no services: ", texts[0].substr(1)));
+  }
+  return client::ConnectHome(texts[0], collective.rank(), job, absl::Seconds(10), credentials);
 }
 
 }  // namespace ballast::worker

@@ -1,4 +1,5 @@
-// --service=node: each rank's home is the lasting service of its node.
+// --service=node: each rank's home is the lasting service of its node. --service=etcd://...: services
+// of a cluster.
 #ifndef BALLAST_GPU_WORKER_RUN_NODE_HOME_H_
 #define BALLAST_GPU_WORKER_RUN_NODE_HOME_H_
 
@@ -22,6 +23,13 @@ namespace ballast::worker {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectNodeHome(
     const std::shared_ptr<grpc::Channel>& own, const std::string& own_host,
     const client::Credentials& credentials, JobSpec& job, Collective& collective);
+
+// The channel to this rank's home, on the services that rank 0 finds in the cluster for all
+// (client::FindServices). Fills in the members and homes of `job`, of which all else is read. All
+// ranks call it. Errors as in FindServices and Connect.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectClusterHome(
+    const std::string& address, const client::Credentials& credentials, JobSpec& job,
+    Collective& collective);
 
 }  // namespace ballast::worker
 

@@ -20,6 +20,7 @@
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/common/text/command_line.h"
 #include "gpu_worker/gpt/architecture.h"
+#include "proto/cluster/cluster.h"
 
 namespace ballast::worker {
 namespace {
@@ -122,7 +123,8 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
            "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
            "worker (one worker only). Or several that hold the job together: a:7070,b:7070, of "
            "which each gets consecutive workers in even shares, or node, the lasting service of "
-           "each node at its unix socket. Default: BALLAST_SERVICE, or 127.0.0.1:7070, or the "
+           "each node at its unix socket, or etcd://HOST:PORT/PREFIX, services of a cluster. "
+           "Default: BALLAST_SERVICE, or 127.0.0.1:7070, or the "
            "socket of the packaged service");
   line.Add("tls-ca", flags.credentials.tls_ca,
            "The authority of a TLS service's certificate (or BALLAST_TLS_CA)");
@@ -268,7 +270,8 @@ absl::Status Check(const Given& given, const Texts& texts, WorkerFlags& flags) {
     const absl::StatusOr<std::vector<std::string>> services = ParseServices(flags.service);
     BALLAST_RETURN_IF_ERROR(Annotate(services.status(), "--service"));
     // A single service may have another address on each host.
-    const bool is_on_all_alike = services->size() > 1 || flags.service == kNodeService;
+    const bool is_on_all_alike =
+        services->size() > 1 || flags.service == kNodeService || cluster::IsAddress(flags.service);
     options.services = is_on_all_alike ? absl::StrJoin(*services, ",") : "a single one";
   }
   flags.credentials = client::OrEnvironment(flags.credentials);

@@ -47,9 +47,10 @@ class Service(processes.Service):
         super().__init__(program, self.folder, "--memory-limit=1GiB", "--threads=2", "--allow-paths", *flags,
                          listen=listen, group=group)
 
-    def ask(self, *words):
+    def ask(self, *words, service=None):
+        """What the tool prints that asks this service, or the given one."""
         done = subprocess.run(
-            [BIN / "ballast", *map(str, words), "--service", self.address], text=True,
+            [BIN / "ballast", *map(str, words), "--service", service or self.address], text=True,
             capture_output=True, timeout=PATIENCE, check=False)
         if done.returncode != 0:
             raise AssertionError(f"ballast {words}: {done.stderr}; the service said:{tail(self.log)}")

@@ -145,6 +145,7 @@ _FUNCTIONS = {
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
     "ballast_undo": [c.c_void_p, c.POINTER(c.c_uint64)],
+    "ballast_find_services": [c.POINTER(Options), c.POINTER(c.c_char_p)],
     "ballast_make_identity": [c.c_char_p, c.POINTER(c.c_char_p), c.POINTER(c.c_char_p)],
     "ballast_call": [c.POINTER(Options), c.c_char_p, c.c_char_p, c.POINTER(c.c_char_p)],
     "ballast_read_state": [c.POINTER(Options), c.c_char_p, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
@@ -207,6 +208,13 @@ def call_service(options: Options, method: str, request: dict[str, Any]) -> Any:
     answer = c.c_char_p()
     call("ballast_call", c.byref(options), method.encode(), json.dumps(request).encode(), c.byref(answer))
     return json.loads(answer.value)
+
+
+def find_services(options: Options) -> str:
+    """The services of options.job in the cluster options.service: "a:7070,b:7070"."""
+    services = c.c_char_p()
+    call("ballast_find_services", c.byref(options), c.byref(services))
+    return services.value.decode()
 
 
 def make_identity(host: str) -> tuple[str, str]:

@@ -102,6 +102,30 @@ class Job:
         """Where this rank, which reaches its home at `service`, reaches the member that leads: rank 0's home."""
         return self.members[self.homes[0]] if self.members and self.homes[rank] != self.homes[0] else service
 
+    def _native(self) -> _native.Job:
+        groups = (_native.Group * len(self.groups))(*[
+            _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
+                          wire_dtype=number_of(DTYPES, group.wire_dtype, "wire_dtype"),
+                          return_dtype=number_of(DTYPES, group.return_dtype, "return_dtype"))
+            for group in self.groups])
+        parameters = (_native.Parameter * len(self.parameters))(*[
+            _native.sized(_native.Parameter, name=parameter.name.encode(),
+                          shape=(ctypes.c_int64 * len(parameter.shape))(*parameter.shape),
+                          dimensions=len(parameter.shape), group=parameter.group, frozen=parameter.frozen,
+                          placements=_native_placements(parameter, len(self.mesh)))
+            for parameter in self.parameters])
+        mesh = (_native.MeshDim * len(self.mesh))(*[
+            _native.sized(_native.MeshDim, name=name.encode(), ranks=ranks) for name, ranks in self.mesh])
+        return _native.sized(
+            _native.Job, name=self.name.encode(), groups=groups, group_count=len(self.groups),
+            parameters=parameters, parameter_count=len(self.parameters), world_size=self.world_size,
+            unused_policy=number_of(UNUSED_POLICIES, self.unused_policy, "unused_policy"),
+            update_mode=number_of(UPDATE_MODES, self.update_mode, "update_mode"),
+            max_micro_steps=self.max_micro_steps, mesh=mesh, mesh_dimensions=len(self.mesh),
+            on_abort=number_of(ON_ABORT, self.on_abort, "on_abort"), keep_previous=self.keep_previous,
+            members=(ctypes.c_char_p * len(self.members))(*[address.encode() for address in self.members]),
+            member_count=len(self.members), homes=(ctypes.c_int32 * len(self.homes))(*self.homes))
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -127,6 +151,15 @@ class Norm:
     non_finite: str
     unused_parameters: int
     unused_names: tuple[str, ...] = ()
+
+
+def find_services(service: str, job: Job, timeout: float, **credentials: str | None) -> str:
+    """For one rank, which tells the others: the services of the job in a cluster ("etcd://HOST:PORT/PREFIX"), as
+    `Session` takes them. Those of the job's record; for a new job the fewest that have room, or as many as "?members=N"
+    or "?members=all" says. ResourceExhaustedError: none have. NotFoundError: no service is registered."""
+    files = {name: credentials.get(name) for name in ("tls_ca", "tls_cert", "tls_key", "token_file")}
+    return _native.find_services(_native.service_options(service, timeout, timeout, **files,
+                                                         job=ctypes.pointer(job._native())))
 
 
 class Session:
@@ -172,33 +205,11 @@ class Session:
         self._calling = False
         self._parts = 0  # Parts that have begun and not ended.
         self._while_waiting = while_waiting or (lambda: None)
-        groups = (_native.Group * len(job.groups))(*[
-            _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
-                          wire_dtype=number_of(DTYPES, group.wire_dtype, "wire_dtype"),
-                          return_dtype=number_of(DTYPES, group.return_dtype, "return_dtype"))
-            for group in job.groups])
-        parameters = (_native.Parameter * len(job.parameters))(*[
-            _native.sized(_native.Parameter, name=parameter.name.encode(),
-                          shape=(ctypes.c_int64 * len(parameter.shape))(*parameter.shape),
-                          dimensions=len(parameter.shape), group=parameter.group, frozen=parameter.frozen,
-                          placements=_native_placements(parameter, len(job.mesh)))
-            for parameter in job.parameters])
-        mesh = (_native.MeshDim * len(job.mesh))(*[
-            _native.sized(_native.MeshDim, name=name.encode(), ranks=ranks) for name, ranks in job.mesh])
-        native_job = _native.sized(
-            _native.Job, name=job.name.encode(), groups=groups, group_count=len(job.groups),
-            parameters=parameters, parameter_count=len(job.parameters), world_size=job.world_size,
-            unused_policy=number_of(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
-            update_mode=number_of(UPDATE_MODES, job.update_mode, "update_mode"),
-            max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh),
-            on_abort=number_of(ON_ABORT, job.on_abort, "on_abort"), keep_previous=job.keep_previous,
-            members=(ctypes.c_char_p * len(job.members))(*[address.encode() for address in job.members]),
-            member_count=len(job.members), homes=(ctypes.c_int32 * len(job.homes))(*job.homes))
         files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
         self._service = _native.service_options(job.lead(rank, service), max(reconnect_timeout, _CLOSE_SECONDS), reconnect_timeout,
                                                 **files)
         options = _native.service_options(
-            service, _SLICE_SECONDS, reconnect_timeout, **files, job=ctypes.pointer(native_job), rank=rank,
+            service, _SLICE_SECONDS, reconnect_timeout, **files, job=ctypes.pointer(job._native()), rank=rank,
             job_uid=None if job_uid is None else job_uid.encode(), rejoin=rejoin,
             derive_from_uid=None if derive_from_uid is None else derive_from_uid.encode(),
             derive_from_checkpoint=None if derive_from_checkpoint is None else derive_from_checkpoint.encode(),

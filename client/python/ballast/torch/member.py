@@ -25,12 +25,12 @@ from ..restore import (
     refuse_an_unknown_one,
     restore,
 )
-from ..session import HyperParameters, Job, Session
+from ..session import HyperParameters, Job, Session, find_services
 from . import patches
 from .ddp import check_reduction, ddp_of, whole_on_several_ranks
 from .description import Described, check_group, check_memory, lines, weights_in_lines
 from .moments import Moments, digest, gather, upload
-from .nodes import NODE, kind_of, lasting, started
+from .nodes import CLUSTER, NODE, kind_of, lasting, started
 from .options import Options
 from .own_service import Kept, OwnService
 from .peers import Peers
@@ -257,6 +257,9 @@ class Member:
         if options.service == NODE:
             return *lasting(job, self.rank, self.peers, functools.partial(
                 Client, timeout=options.timeout, wait=min(10.0, options.timeout), **credentials)), credentials
+        if options.service is not None and options.service.startswith(CLUSTER):
+            return self.from_first("services", lambda: find_services(
+                options.service, job, options.timeout, **credentials)), job, credentials
         if options.service is not None:
             return options.service, job, credentials
         return started(job, self.rank, self.peers, self.kept, loaded)

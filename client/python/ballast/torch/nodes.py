@@ -23,6 +23,7 @@ from .own_service import Kept, own_service
 from .peers import Peers
 
 NODE = "node"  # As service=: the lasting service of each node.
+CLUSTER = "etcd://"  # As its beginning: services of a cluster.
 _SOCKET = "unix:/run/ballast/ballastd.sock"  # The packaged service's.
 _ANY = {"0.0.0.0": socket.AF_INET, "[::]": socket.AF_UNSPEC}  # Stands for all addresses of a host.
 
@@ -38,7 +39,8 @@ class Node(NamedTuple):
 
 def kind_of(service: str | None) -> str:
     """What all ranks must have in common. A single service may have another address on each host."""
-    return str(service) if service is None or service == NODE or "," in service else "a single one"
+    is_single = service is not None and service != NODE and "," not in service and not service.startswith(CLUSTER)
+    return "a single one" if is_single else str(service)
 
 
 def lasting(job: Job, rank: int, peers: Peers | None, client_of: Callable[[str], Client]) -> tuple[str, Job]:
