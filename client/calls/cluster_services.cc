@@ -146,12 +146,16 @@ absl::StatusOr<std::vector<std::string>> Choose(const std::vector<Host>& hosts, 
 }
 
 // The lead first.
-std::vector<std::string> ServicesOf(const v1::ClusterJob& job) {
-  std::vector<std::string> services = {job.lead()};
-  for (const std::string& member : job.members()) {
-    if (member != job.lead()) services.push_back(member);
+template <typename Addresses>
+std::vector<std::string> LeadFirst(const std::string& lead, const Addresses& members) {
+  std::vector<std::string> services = {lead};
+  for (const std::string& member : members) {
+    if (member != lead) services.push_back(member);
   }
   return services;
+}
+std::vector<std::string> ServicesOf(const v1::ClusterJob& job) {
+  return LeadFirst(job.lead(), job.members());
 }
 
 // Somebody leads it. Without a uid it is being created, and without a lead its name is free.
@@ -204,9 +208,8 @@ absl::StatusOr<std::string> FindServices(absl::string_view address, const JobSpe
     if (!host.job.has_value() || host.job->phase() == v1::BROKEN || record.revision != 0) continue;
     std::vector<std::string> members;
     for (const v1::JobMember& member : host.job->members()) members.push_back(member.address());
-    if (members.empty()) return host.address;
-    std::swap(members[0], members[host.job->homes(0)]);
-    return absl::StrJoin(members, ",");
+    const std::string& lead = members.empty() ? host.address : members[host.job->homes(0)];
+    return absl::StrJoin(LeadFirst(lead, members), ",");
   }
   std::erase_if(hosts, [](const Host& host) { return host.job.has_value(); });
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> services,
