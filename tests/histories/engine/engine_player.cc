@@ -321,7 +321,7 @@ absl::Status EnginePlayer::UndoNow() {
   BALLAST_RETURN_IF_ERROR(undone.status());
   if (*undone != *expected) return Wrong("undid step ", *undone, ", expected ", *expected);
   ++stage_.tally().undone;
-  stage_.model().Undo();
+  stage_.Undone();
   step_ = *undone + 1;  // Nothing of it, or of what comes later, has been told to anybody.
   BALLAST_RETURN_IF_ERROR(StartOver());
   return ExpectCode(absl::StatusCode::kFailedPrecondition, stage_.job().UndoStep().status(),

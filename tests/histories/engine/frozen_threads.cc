@@ -19,7 +19,9 @@ namespace ballast::histories {
 namespace {
 
 constexpr int kMostThreads = 512;
+using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kMostTime{60};
+constexpr std::chrono::seconds kOneTry{5};
 
 std::atomic<int> frozen = 0;  // A futex.
 std::atomic<int> parked_count = 0;
@@ -61,8 +63,8 @@ struct Threads {
   }
 };
 
-bool IsParked(int id) {
-  for (int i = 0; i < parked_count.load(); ++i) {
+bool IsParked(int id, int first) {
+  for (int i = first; i < parked_count.load(); ++i) {
     if (parked[i] == id) return true;
   }
   return false;
@@ -85,20 +87,11 @@ void List(int directory, Threads& threads) {
   }
 }
 
-}  // namespace
-
-FrozenThreads::FrozenThreads() {
-  struct sigaction action = {};
-  action.sa_handler = &Park;
-  action.sa_flags = SA_RESTART;
-  sigaction(SIGUSR2, &action, nullptr);
-  parked_count = resumed_count = 0;
-  for (std::atomic<int>& id : parked) id = 0;
+// False: a thread did not stop in time.
+bool Stop(int directory, Clock::time_point deadline) {
+  const int first = parked_count;  // Before it are those of an earlier try.
   frozen = 1;
   const int self = static_cast<int>(syscall(SYS_gettid));
-  const int directory = open("/proc/self/task", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (directory < 0) Fail("/proc/self/task cannot be opened\n");
-  const auto deadline = std::chrono::steady_clock::now() + kMostTime;
   Threads signalled;
   // A thread that is not stopped yet may start another, or end.
   for (bool all = false; !all;) {
@@ -112,19 +105,40 @@ FrozenThreads::FrozenThreads() {
         signalled.Add(id);
         syscall(SYS_tgkill, getpid(), id, SIGUSR2);
       }
-      all = all && IsParked(id);
+      all = all && IsParked(id, first);
     }
-    if (all) break;
-    if (std::chrono::steady_clock::now() > deadline) Fail("a thread does not stop for SIGUSR2\n");
-    sched_yield();
+    if (!all && Clock::now() > deadline) return false;
+    if (!all) sched_yield();
   }
-  close(directory);
+  return true;
 }
 
-FrozenThreads::~FrozenThreads() {
+void GoOn() {
   frozen = 0;
   Futex(FUTEX_WAKE_PRIVATE, INT_MAX);
   while (resumed_count != parked_count) sched_yield();
 }
+
+}  // namespace
+
+FrozenThreads::FrozenThreads() {
+  struct sigaction action = {};
+  action.sa_handler = &Park;
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGUSR2, &action, nullptr);
+  parked_count = resumed_count = 0;
+  for (std::atomic<int>& id : parked) id = 0;
+  const int directory = open("/proc/self/task", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (directory < 0) Fail("/proc/self/task cannot be opened\n");
+  const auto deadline = Clock::now() + kMostTime;
+  // A thread that ends blocks signals, and may wait for a lock of the C library that a stopped one has.
+  while (!Stop(directory, Clock::now() + kOneTry)) {
+    GoOn();
+    if (Clock::now() > deadline) Fail("a thread does not stop for SIGUSR2\n");
+  }
+  close(directory);
+}
+
+FrozenThreads::~FrozenThreads() { GoOn(); }
 
 }  // namespace ballast::histories

@@ -483,7 +483,7 @@ absl::Status JobUnderTest::CheckCommit(const Attempt& attempt, const ModelOutcom
   tally().given_up += expected.given_up;
   tally().with_unused += !expected.unused_parameters.empty();
   BALLAST_RETURN_IF_ERROR(CheckStatus(attempt, expected, summed_chunks));
-  changed_unheard_ = false;
+  changed_before_commit_ = std::exchange(changed_unheard_, false);
   return CheckShards();
 }
 

@@ -125,6 +125,11 @@ class JobUnderTest {
   const Layout& layout() const { return layout_; }
   Engine& engine() { return *engine_; }
   Deaths& deaths() { return has_members() ? *linked_->deaths() : engines_.deaths(); }
+  // The last step is undone, and with it what members heard with its decision.
+  void Undone() {
+    model_.Undo();
+    changed_unheard_ |= changed_before_commit_;
+  }
   Model& model() { return model_; }
   const Model& model() const { return model_; }
   Tally& tally() { return engines_.tally(); }
@@ -228,6 +233,7 @@ class JobUnderTest {
   // An operator has changed a group since the last commit, which other members than the lead do not
   // know.
   bool changed_unheard_ = false;
+  bool changed_before_commit_ = false;  // The same before the last commit, which has told them.
 };
 
 }  // namespace ballast::histories

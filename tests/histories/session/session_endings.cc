@@ -366,7 +366,7 @@ absl::Status SessionPlayer::UndoNow() {
   BALLAST_RETURN_IF_ERROR(undone.status());
   if (*undone != *expected) return Wrong("undid step ", *undone, ", expected ", *expected);
   ++stage_.tally().undone;
-  stage_.model().Undo();
+  stage_.Undone();
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     ranks_[rank].begun = false;
     BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
