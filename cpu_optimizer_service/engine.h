@@ -35,7 +35,7 @@ struct EngineOptions {
   int threads = 0;                 // For updates; 0: as in TaskPool.
   // Gets a line about what makes this host slow, and about a broken job. Any thread; may be null.
   std::function<void(const std::string&)> warn;
-  // Gets events in the life of jobs, except single steps. Any thread; may be null.
+  // Gets events in the life of jobs, and each decision. Any thread; may be null.
   std::function<void(const JobEvent&)> tell;
   // Outlive the engine; null: anonymous memory, the system's files.
   ArenaFactory* arenas = nullptr;

@@ -64,8 +64,9 @@ struct SaveProgress {
 // An event in a job's life, as a line for the log.
 struct JobEvent {
   std::string job;
-  int rank = -1;     // -1: no rank's.
-  std::string text;  // Without the job's name.
+  int rank = -1;         // -1: no rank's.
+  std::string text;      // Without the job's name.
+  bool is_step = false;  // A step is decided, at the lead.
 };
 
 // Ended saves, since the job was created or this process took it over.

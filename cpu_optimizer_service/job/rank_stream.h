@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -132,8 +133,12 @@ class RankStream {
   // without a vote, OnNorm comes. A refusal leaves the step open, and this rank unsealed. An error
   // is an invalid request (wrong step, zero micro-steps, a vote as for Vote). An attempt that any
   // rank has discarded is never decided: its seals are refused.
-  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps,
-                                                          const std::optional<StepVote>& vote) = 0;
+  // `refusals_heard`: how many of this stream's OnVoteRefused of the attempt the voter had heard when
+  // it voted. If more have been called, the vote is one of the void ones, and is dropped, as in Vote.
+  static constexpr uint32_t kAllRefusals = std::numeric_limits<uint32_t>::max();
+  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(
+      StepAttempt at, uint32_t micro_steps, const std::optional<StepVote>& vote,
+      uint32_t refusals_heard = kAllRefusals) = 0;
   // With the vote of a trainer that does not look at the norm and does not clip.
   absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) {
     return Seal(at, micro_steps, StepVote());
@@ -146,7 +151,8 @@ class RankStream {
   // same is always OK. INVALID_ARGUMENT: invalid clipping or overrides. FAILED_PRECONDITION: wrong
   // step or attempt, the norm is unknown, or the step is decided otherwise. After an error the
   // rank's vote is unchanged.
-  virtual absl::Status Vote(StepAttempt at, const StepVote& vote) = 0;
+  virtual absl::Status Vote(StepAttempt at, const StepVote& vote,
+                            uint32_t refusals_heard = kAllRefusals) = 0;
   // Drops what this rank has given in its attempt at the step, including its seal; other ranks'
   // input stays. Then the rank may begin the next attempt. It need not have begun this one. True:
   // done, now or by an earlier call. False: too late, the step is decided. FAILED_PRECONDITION:

@@ -485,7 +485,11 @@ int main(int argc, char** argv) {
   ballast::Engine engine({.memory_limit_bytes = flags->memory_limit_bytes,
                           .threads = flags->threads,
                           .warn = [](const std::string& line) { spdlog::warn("{}", line); },
-                          .tell = [&life](const auto& event) { life.Tell(event); },
+                          .tell =
+                              [&life](const auto& event) {
+                                if (!event.is_step) return life.Tell(event);
+                                spdlog::debug("{}", ballast::server::LineOf(event.job, event.text));
+                              },
                           .named_memory = memory.has_value() ? &*memory : nullptr,
                           .checkpoints = checkpoints->get(),
                           .goes_on = goes_on});

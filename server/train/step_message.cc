@@ -93,6 +93,10 @@ absl::StatusOr<StepVote> FromMessage(const v1::Vote& message) {
   return vote;
 }
 
+uint32_t RefusalsHeard(const v1::Vote& vote) {
+  return vote.has_refusals() ? vote.refusals() : RankStream::kAllRefusals;
+}
+
 absl::StatusOr<std::optional<StepVote>> VoteOf(const v1::Seal& message) {
   if (!message.has_vote()) return std::nullopt;
   BALLAST_ASSIGN_OR_RETURN(StepVote vote, FromMessage(message.vote()));

@@ -27,6 +27,8 @@ UsedParameters FromMessage(const v1::EndMicroStep& message);
 absl::StatusOr<StepVote> FromMessage(const v1::Vote& message);
 // Nullopt: a seal without a vote.
 absl::StatusOr<std::optional<StepVote>> VoteOf(const v1::Seal& message);
+// As RankStream::Seal and Vote take it.
+uint32_t RefusalsHeard(const v1::Vote& vote);
 
 // `first_of_rank`: Layout::first_of_rank of the rank.
 v1::TrainResponse ToMessage(const RankPosition& position, int first_of_rank);

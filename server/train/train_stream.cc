@@ -282,7 +282,8 @@ absl::Status TrainStream::Seal(const v1::Seal& request) {
   BALLAST_RETURN_IF_ERROR(Report(request));
   BALLAST_ASSIGN_OR_RETURN(
       const std::optional<SealRefusal> refusal,
-      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote));
+      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote,
+                         RefusalsHeard(request.vote())));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
   return absl::OkStatus();
 }
@@ -290,7 +291,8 @@ absl::Status TrainStream::Seal(const v1::Seal& request) {
 absl::Status TrainStream::Vote(const v1::CastVote& request) {
   BALLAST_ASSIGN_OR_RETURN(const StepVote vote, FromMessage(request.vote()));
   BALLAST_RETURN_IF_ERROR(Report(request));
-  return rank_stream_->Vote({request.step(), request.attempt()}, vote);
+  return rank_stream_->Vote({request.step(), request.attempt()}, vote,
+                            RefusalsHeard(request.vote()));
 }
 
 // As in Opened, the message counts as being handled until the end of the Done.

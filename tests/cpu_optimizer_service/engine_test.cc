@@ -215,6 +215,8 @@ TEST(Engine, TellsTheLifeOfAJobOnceEach) {
               ElementsAre(HasSubstr("a -1 created for 1 rank: 1 parameter"),
                           HasSubstr("a -1 has all first weights"),
                           HasSubstr("a 0 rank 0 attached: process "),
+                          HasSubstr("a -1 step 1 is decided (uid "),
+                          HasSubstr("a -1 step 2 is decided (uid "),
                           HasSubstr("a 0 rank 0 is gone: "), HasSubstr("a -1 closed at step 2")));
 }
 

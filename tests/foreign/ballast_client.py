@@ -5,6 +5,7 @@ The modules ballast.v1.* are protoc's (foreign_test.py makes them).
 """
 
 import array
+import collections
 import mmap
 import os
 import queue
@@ -132,6 +133,7 @@ class Rank:
     def open(self, seconds=10 * SECONDS):
         """Its stream ends after so long; with None when the channel is closed."""
         self.requests = queue.SimpleQueue()
+        self.refusals = collections.Counter()  # Of votes, by step and attempt.
         message = self._open_message()
         message.update_mode = self.mode
         message.weights_in_shared_memory = self.shared is not None
@@ -169,6 +171,8 @@ class Rank:
             elif kind == "shared_weights":
                 for chunk in value.chunks:
                     self._take(chunk, self.shared.weights[chunk].tobytes(), value.provisional)
+            elif kind == "vote_refused":
+                self.refusals[value.step, value.attempt] += 1
             if kind in (wanted, "seal_refused", "vote_refused"):
                 return value
         raise RuntimeError("the stream ended")
@@ -223,17 +227,25 @@ class Rank:
             step=self.committed_step + 1, attempt=self.attempt, micro_step=micro_step, all_used=used is None,
             used_parameters=used or ()))
 
+    def _voting(self, vote):
+        if vote is None:
+            return None
+        voting = train_pb.Vote(refusals=self.refusals[self.committed_step + 1, self.attempt])
+        voting.MergeFrom(vote)
+        return voting
+
     def seal(self, micro_steps, vote=None, report=None):
         """Without a vote the norm comes, and the vote after it."""
         self._send(seal=train_pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps,
-                                vote=vote, report=report))
+                                vote=self._voting(vote), report=report))
 
     def norm(self):
         """The norm, or the refusal of the seal."""
         return self._next("norm")
 
     def vote(self, vote):
-        self._send(vote=train_pb.CastVote(step=self.committed_step + 1, attempt=self.attempt, vote=vote))
+        self._send(vote=train_pb.CastVote(step=self.committed_step + 1, attempt=self.attempt,
+                                          vote=self._voting(vote)))
 
     def decision(self):
         """The decision, or the refusal of the seal or of the votes."""

@@ -73,13 +73,10 @@ std::vector<std::string> JobCore::Ancestry() const {
   return ancestry;
 }
 
-void JobCore::Tell(std::string text, int rank) {
+void JobCore::Tell(JobEvent event) {
   if (!environment.tell) return;
   // Without the job: who is told that it is closed may count on its memory.
-  RunAfter([tell = environment.tell,
-            event = JobEvent{.job = spec().name, .rank = rank, .text = std::move(text)}] {
-    tell(event);
-  });
+  RunAfter([tell = environment.tell, event = std::move(event)] { tell(event); });
 }
 
 absl::Status JobCore::StatusOf(std::optional<Answer> answer) const {

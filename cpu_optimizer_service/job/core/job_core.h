@@ -139,7 +139,10 @@ class JobCore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // For the log, after the section.
-  void Tell(std::string text, int rank = -1) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Tell(std::string text, int rank = -1) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    Tell(JobEvent{.job = spec().name, .rank = rank, .text = std::move(text)});
+  }
+  void Tell(JobEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // In one line, now.
   void Warn(const std::string& line) const;
   std::shared_ptr<Progress> BeginActivity(ActivityKind kind, int64_t total_bytes,

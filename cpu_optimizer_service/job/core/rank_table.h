@@ -42,6 +42,9 @@ struct RankEntry {
   std::shared_ptr<RankListener> listener;
   UpdateMode update_mode = UpdateMode::kWait;  // Of its stream, as the next.
   bool weights_in_place = false;
+  // How many refusals of votes its stream was told, of this attempt.
+  StepAttempt votes_refused_at = 0;
+  uint32_t votes_refused = 0;
   bool left = false;  // Its stream ended during a step; free once the step is over.
   std::shared_ptr<const RankMemory> memory;  // Shared with its process. Nullable.
   int64_t memory_bytes = 0;
@@ -84,6 +87,12 @@ class RankTable {
 
   std::shared_ptr<const RankMemory> GiveMemory(int rank, std::shared_ptr<const RankMemory> memory,
                                                int64_t size_bytes);
+  // Its stream is told that all votes of this attempt are void.
+  void RefuseVote(int rank, StepAttempt at);
+  // Whether a vote is one of those, cast when this many refusals had been heard.
+  bool IsRefused(int rank, StepAttempt at, uint32_t refusals_heard) const {
+    return at == ranks_[rank].votes_refused_at && refusals_heard < ranks_[rank].votes_refused;
+  }
   // Null if the rank has another memory now.
   std::shared_ptr<const RankMemory> DropMemory(int rank, const RankMemory* memory);
   void Lend(int rank) { ranks_[rank].lender = ranks_[rank].memory; }

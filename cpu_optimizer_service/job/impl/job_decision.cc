@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/impl/job_impl.h"
 
@@ -134,8 +135,19 @@ void JobImpl::Decide(Draft draft) {
       .group_norms = GroupNorms(lead_.summary()->group_sums, sealed.terms().settings.scale)};
   for (const Link& link : links_) decision.reports.push_back(link.report);
   if (draft.outcome.decision.apply) core_.bounds = draft.bounds;
+  TellDecided(decision.terms.step);
   KeepDecision(std::move(decision), std::move(draft));
   TellAllDecision();
+}
+
+// Once the lock is free, so behind the flip, and before ranks are told.
+void JobImpl::TellDecided(uint64_t step) {
+  if (!core_.identity.is_lead()) return;
+  // Of one uid and one load no step has this twice, whichever processes have led the job.
+  core_.Tell(JobEvent{.job = spec().name,
+                      .text = absl::StrCat("step ", step, " is decided (uid ", core_.identity.uid,
+                                           ", load ", core_.record.loads, ")"),
+                      .is_step = true});
 }
 
 void JobImpl::Decide(LeadWord::Decided decided) {

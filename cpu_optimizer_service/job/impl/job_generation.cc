@@ -133,6 +133,7 @@ void JobImpl::SkipStep(KeptDecision skip, absl::AnyInvocable<void() &&> then) {
         ClearStep();
         core_.trace.Mark(TraceEventKind::kCommitted, outcome.step);
         ForgetPart();
+        TellDecided(outcome.step);
         RecordStep(std::move(skip), /*times=*/{});
         // After the record's flip. A process that takes over in between does it
         // (TakeOverState).

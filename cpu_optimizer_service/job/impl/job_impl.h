@@ -310,6 +310,8 @@ class JobImpl : public Job {
   void GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   bool MaySkipStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // For the log.
+  void TellDecided(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void SkipStep(KeptDecision skip, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // What is known of the part, when the step is given up. Before the record's flip.
@@ -327,9 +329,11 @@ class JobImpl : public Job {
                             UsedParameters used);
   absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, StepAttempt at,
                                                   uint32_t micro_steps,
-                                                  const std::optional<StepVote>& vote);
+                                                  const std::optional<StepVote>& vote,
+                                                  uint32_t refusals_heard);
   absl::Status Report(const StreamKey& key, StepAttempt at, const RankReport& report);
-  absl::Status Vote(const StreamKey& key, StepAttempt at, const StepVote& vote);
+  absl::Status Vote(const StreamKey& key, StepAttempt at, const StepVote& vote,
+                    uint32_t refusals_heard);
   Pending Discard(const StreamKey& key, StepAttempt at, Done<bool> done);
   absl::StatusOr<bool> DiscardNow(const StreamKey& key, StepAttempt at)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -28,14 +28,15 @@ class JobImpl::Stream : public RankStream {
     return job_->EndMicroStep(key_, at, micro_step, used);
   }
   absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps,
-                                                  const std::optional<StepVote>& vote) override {
-    return job_->Seal(key_, at, micro_steps, vote);
+                                                  const std::optional<StepVote>& vote,
+                                                  uint32_t refusals_heard) override {
+    return job_->Seal(key_, at, micro_steps, vote, refusals_heard);
   }
   absl::Status Report(StepAttempt at, const RankReport& report) override {
     return job_->Report(key_, at, report);
   }
-  absl::Status Vote(StepAttempt at, const StepVote& vote) override {
-    return job_->Vote(key_, at, vote);
+  absl::Status Vote(StepAttempt at, const StepVote& vote, uint32_t refusals_heard) override {
+    return job_->Vote(key_, at, vote, refusals_heard);
   }
   Pending StopProvisional(StepAttempt at, uint32_t micro_step_begin,
                           absl::Span<const int64_t> chunks, Done<bool> done) override {

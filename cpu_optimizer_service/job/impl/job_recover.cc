@@ -314,6 +314,7 @@ absl::Status JobImpl::TakeOverStep(std::string& story) {
   machine_.Clear();
   (void)members_.table.TakeLenders();
   if (skip.has_value()) {
+    TellDecided(step);
     RecordStep(*std::move(skip), /*times=*/{});
     machine_.GiveUp(step);
     journal_.kept()->ClearLedger();

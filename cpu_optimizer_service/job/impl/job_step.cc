@@ -115,23 +115,29 @@ absl::Status JobImpl::Report(const StreamKey& key, StepAttempt at, const RankRep
 
 absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, StepAttempt at,
                                                          uint32_t micro_steps,
-                                                         const std::optional<StepVote>& vote) {
+                                                         const std::optional<StepVote>& vote,
+                                                         uint32_t refusals_heard) {
   const JobCore::Section section(core_);
   BALLAST_RETURN_IF_ERROR(members_.CheckCurrent(key));
+  // A reopened stream brings what its client did not know to be refused.
+  const bool is_refused = members_.table.IsRefused(key.rank, at, refusals_heard);
   const auto half_added = [&](int chunk) { return memory_.gradients->half_added(chunk); };
   const auto has_gradient = [&](const ChunkPiece& piece) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
     return memory_.gradients->HasNonZero(piece, executor_.sums_are_current(piece.chunk));
   };
   StepEffects effects;
-  auto refused = machine_.Seal(Before(), key.rank, at, micro_steps, vote,
-                               {.half_added = half_added, .has_gradient = has_gradient}, effects);
+  auto refused =
+      machine_.Seal(Before(), key.rank, at, micro_steps, is_refused ? std::nullopt : vote,
+                    {.half_added = half_added, .has_gradient = has_gradient}, effects);
   Perform(std::move(effects));
   return refused;
 }
 
-absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote& vote) {
+absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote& vote,
+                           uint32_t refusals_heard) {
   const JobCore::Section section(core_);
   BALLAST_RETURN_IF_ERROR(members_.CheckCurrent(key));
+  if (members_.table.IsRefused(key.rank, at, refusals_heard)) return absl::OkStatus();
   StepEffects effects;
   const absl::Status voted = machine_.Vote(Before(), key.rank, at, vote, effects);
   Perform(std::move(effects));
@@ -238,6 +244,7 @@ void JobImpl::TellRanks(std::vector<StepEffects::ToRank> told) {
     if (std::holds_alternative<StepEffects::NormIsKnown>(each.what)) {
       core_.RunAfter([listener, norm = *told_norm_] { listener->OnNorm(norm); });
     } else if (auto* vote = std::get_if<StepEffects::VoteRefused>(&each.what)) {
+      members_.table.RefuseVote(each.rank, vote->at);
       core_.RunAfter([listener, refused = std::move(*vote)] {
         listener->OnVoteRefused(refused.at, refused.why);
       });

@@ -186,6 +186,7 @@ void StepLead::CompareVotes(std::vector<ToMember>& told) {
   if (differs == members_.end()) return;
   const absl::Status why = VotesDiffer(step_, first_ranks_[differs - members_.begin()],
                                        *differs->vote, first_ranks_[0], *members_[0].vote);
+  ++round_;  // A vote of before may still be on its way.
   for (int member = 0; member < static_cast<int>(members_.size()); ++member) {
     members_[member].vote.reset();
     members_[member].first_vote.reset();  // Refused, for another round, too.

@@ -89,7 +89,7 @@ class StepLead {
   // Its report counts no more.
   void Withdraw(int member);
   // Answers to CheckUses, and to Norm or VoteAgain. Those to an older round are void: a report has
-  // been withdrawn since.
+  // been withdrawn since, or votes differed.
   void Checked(int member, uint64_t round, std::optional<SealRefusal> refusal,
                std::vector<ToMember>& told);
   void Vote(int member, uint64_t round, StepVote vote, std::vector<ToMember>& told);
@@ -143,7 +143,7 @@ class StepLead {
   uint32_t attempt_ = 0;
   int live_since_ = 0;  // The rank whose discard began the live attempt.
   std::vector<Member> members_;
-  uint64_t round_ = 0;  // Counts the summaries.
+  uint64_t round_ = 0;  // Counts the summaries, and the votes that differed.
   std::optional<StepSummary> summary_;
 };
 

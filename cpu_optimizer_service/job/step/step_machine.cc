@@ -422,10 +422,8 @@ void StepMachine::RaiseLive(const StepBefore& before, StepAttempt at, int by,
   }
   part_.ForgetLive();
   // What ranks say from now on of attempts before it does not count.
-  effects.words.push_back({.kind = StepWord::Kind::kLive,
-                           .rank = by,
-                           .step = at.step,
-                           .attempt = at.attempt});
+  effects.words.push_back(
+      {.kind = StepWord::Kind::kLive, .rank = by, .step = at.step, .attempt = at.attempt});
 }
 
 void StepMachine::Refuse(SealRefusal why, StepEffects& effects) {

@@ -16,6 +16,10 @@ inline std::string NameOfAttempt(uint32_t attempt) {
   return attempt == 0 ? "" : absl::StrCat(" attempt ", attempt);
 }
 
+inline std::string NameOfRefusals(uint32_t refusals) {
+  return refusals == 0 ? "" : absl::StrCat(" after ", refusals, " refusals");
+}
+
 inline std::string NameOf(const v1::GradientHeader& header) {
   return absl::StrCat("gradient ", header.step(), NameOfAttempt(header.attempt()), " chunk ",
                       header.chunk(), " [", header.micro_step_begin(), ", ",
@@ -43,9 +47,11 @@ inline std::string NameOf(const v1::TrainRequest& message) {
                           message.end_micro_step().micro_step());
     case v1::TrainRequest::kSeal:
       return absl::StrCat("seal ", message.seal().step(), NameOfAttempt(message.seal().attempt()),
-                          " of ", message.seal().micro_steps());
+                          " of ", message.seal().micro_steps(),
+                          NameOfRefusals(message.seal().vote().refusals()));
     case v1::TrainRequest::kVote:
-      return absl::StrCat("vote ", message.vote().step(), NameOfAttempt(message.vote().attempt()));
+      return absl::StrCat("vote ", message.vote().step(), NameOfAttempt(message.vote().attempt()),
+                          NameOfRefusals(message.vote().vote().refusals()));
     case v1::TrainRequest::kDiscard:
       return absl::StrCat("discard ", message.discard().step(),
                           NameOfAttempt(message.discard().attempt()));

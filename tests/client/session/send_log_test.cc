@@ -414,6 +414,36 @@ TEST_F(SendLogTest, ASealIsSentAgainUntilItIsAnswered) {
   EXPECT_EQ(log.Acknowledge(3).code(), absl::StatusCode::kInternal);
 }
 
+TEST_F(SendLogTest, AVoteSaysWhichRefusalsThisStreamHasBrought) {
+  const auto vote = [](StepAttempt at) {
+    v1::TrainRequest message;
+    message.mutable_vote()->set_step(at.step);
+    message.mutable_vote()->set_attempt(at.attempt);
+    return message;
+  };
+  SendLog log(100);
+  log.Resume(stream_, {});
+  ASSERT_TRUE(log.Send(vote(5)).ok());
+  log.VoteRefused(5);
+  ASSERT_TRUE(log.Send(vote(5)).ok());
+  log.VoteRefused(5);
+  v1::TrainRequest seal = Seal(5, 2);
+  seal.mutable_seal()->mutable_vote();
+  ASSERT_TRUE(log.Send(seal).ok());
+  ASSERT_TRUE(log.Send(vote({5, 1})).ok());
+  log.VoteRefused(5);  // Late.
+  log.VoteRefused({5, 1});
+  log.VoteRefused(5);
+  ASSERT_TRUE(log.Send(vote({5, 1})).ok());
+  EXPECT_THAT(stream_.names,
+              ElementsAre("vote 5", "vote 5 after 1 refusals", "seal 5 of 2 after 2 refusals",
+                          "vote 5 attempt 1", "vote 5 attempt 1 after 1 refusals"));
+  log.Detach();
+  RecordingStream second;
+  log.Resume(second, {});
+  EXPECT_THAT(second.names, ElementsAre("seal 5 of 2", "vote 5 attempt 1"));
+}
+
 TEST_F(SendLogTest, NothingOfADecidedStepIsSentAgain) {
   SendLog log(100);
   log.Resume(stream_, {});

@@ -74,7 +74,8 @@ TEST_F(VoteTest, VotesThatDifferAreVotedAgainAndTheNewOneIsKept) {
   RefuseVotes(5);
   const absl::Status again = session_->Vote(SmallVote()).status();
   EXPECT_EQ(again.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_THAT(fake_->names(1), ElementsAre("open", "begin 5", "seal 5 of 1", "vote 5", "vote 5"));
+  EXPECT_THAT(fake_->names(1), ElementsAre("open", "begin 5", "seal 5 of 1",
+                                           "vote 5 after 1 refusals", "vote 5 after 2 refusals"));
   // A new stream is sent the seal, without the vote that was refused, and the last vote.
   v1::Opened opened;
   opened.set_committed_step(4);

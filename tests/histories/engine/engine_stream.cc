@@ -243,14 +243,16 @@ absl::Status EngineStream::Seal(const v1::Seal& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::optional<StepVote> vote, server::VoteOf(request));
   BALLAST_ASSIGN_OR_RETURN(
       const std::optional<SealRefusal> refusal,
-      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote));
+      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote,
+                         server::RefusalsHeard(request.vote())));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
   return absl::OkStatus();
 }
 
 absl::Status EngineStream::Vote(const v1::CastVote& request) {
   BALLAST_ASSIGN_OR_RETURN(const StepVote vote, server::FromMessage(request.vote()));
-  return rank_stream_->Vote({request.step(), request.attempt()}, vote);
+  return rank_stream_->Vote({request.step(), request.attempt()}, vote,
+                            server::RefusalsHeard(request.vote()));
 }
 
 absl::Status EngineStream::Discard(const v1::Discard& request) {

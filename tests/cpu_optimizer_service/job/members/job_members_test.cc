@@ -175,6 +175,62 @@ TEST(JobMembers, VoteAfterTheNormOfAll) {
   }
 }
 
+// A reopened stream brings the refused vote, in its seal and behind it, and then the rank's next one.
+TEST(JobMembers, ARefusedVoteMayComeOnceMore) {
+  OneHost one(Buckets());
+  one->Step(5);
+  for (const std::vector<int>& homes : {std::vector<int>{0, 0, 0, 0}, {0, 0, 1, 0}}) {
+    SCOPED_TRACE(testing::PrintToString(homes));
+    const auto begun = Cluster::Begun(Buckets(), homes);
+    Cluster& cluster = *begun;
+    const StepVote other = {.apply = false};
+    const auto vote_all = [&](const StepVote& of_rank_2) {
+      for (int rank = 0; rank < kRanks; ++rank) {
+        cluster.home(rank).Vote(rank, rank == 2 ? of_rank_2 : StepVote());
+      }
+    };
+    cluster.Give(5);
+    cluster.Seal(1, std::nullopt);
+    for (int rank = 0; rank < kRanks; ++rank) cluster.home(rank).listener(rank).WaitForNorm(1);
+    vote_all(other);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      cluster.home(rank).listener(rank).WaitForVoteRefusals(1);
+    }
+    RankStream& stream = cluster.home(2).stream(2);
+    EXPECT_EQ(stream.Seal(1, 1, other, /*refusals_heard=*/0).value(), std::nullopt);
+    EXPECT_EQ(stream.Vote(1, other, /*refusals_heard=*/0), absl::OkStatus());
+    EXPECT_EQ(stream.Vote(1, StepVote(), /*refusals_heard=*/1), absl::OkStatus());
+    for (const int rank : {0, 1, 3}) cluster.home(rank).Vote(rank, StepVote());
+    ExpectSame(cluster.AwaitCommit(1), one->listener(0).outcomes().back());
+    for (int rank = 0; rank < kRanks; ++rank) {
+      EXPECT_THAT(cluster.home(rank).listener(rank).vote_refusals(), testing::SizeIs(1));
+    }
+    cluster.ExpectStateOf(one->job());
+  }
+}
+
+// Refusals of an older stream do not count.
+TEST(JobMembers, AVoteCountsOnAStreamThatWasToldNoRefusal) {
+  const auto begun = Cluster::Begun(Buckets(), {0, 0, 1, 0});
+  Cluster& cluster = *begun;
+  cluster.Give(5);
+  cluster.Seal(1, std::nullopt);
+  for (int rank = 0; rank < kRanks; ++rank) cluster.home(rank).listener(rank).WaitForNorm(1);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    cluster.home(rank).Vote(rank, rank == 2 ? StepVote{.apply = false} : StepVote());
+  }
+  for (int rank = 0; rank < kRanks; ++rank) {
+    cluster.home(rank).listener(rank).WaitForVoteRefusals(1);
+  }
+  for (const int rank : {1, 2}) {
+    cluster.home(rank).Reopen(rank);
+    EXPECT_EQ(cluster.home(rank).stream(rank).Vote(1, StepVote(), /*refusals_heard=*/0),
+              absl::OkStatus());
+  }
+  for (const int rank : {0, 3}) cluster.home(rank).Vote(rank, StepVote());
+  EXPECT_TRUE(cluster.AwaitCommit(1).decision.apply);
+}
+
 // Each rank of each member, before its seal and after it, before the norm and after it.
 TEST(JobMembers, ADiscardByOneRankIsFollowedByAll) {
   OneHost one(Buckets());

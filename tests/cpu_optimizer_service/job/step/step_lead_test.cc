@@ -231,10 +231,12 @@ TEST_F(StepLeadTest, VotesThatDifferAreCastAgain) {
   StandAll();
   Give(0, Report());
   Give(1, Report());
+  const uint64_t before = lead_.round() + 1;
   const Told told = Give(2, Report(), StepVote{.apply = false});
   ASSERT_THAT(Members<ToMember::VoteAgain>(told), ElementsAre(0, 1, 2));
   const auto again = std::get<ToMember::VoteAgain>(told[0].what);
   EXPECT_TRUE(Refused(again.why, absl::StatusCode::kFailedPrecondition, reason::kVoteAgain));
+  EXPECT_THAT(Vote(1, before), IsEmpty());  // It was on its way.
   EXPECT_THAT(lead_.Unvoted(), ElementsAre(0, 1, 2));
   for (int member = 0; member < kMembers; ++member) {
     EXPECT_FALSE(lead_.is_ready());
