@@ -196,7 +196,8 @@ absl::StatusOr<std::unique_ptr<Cluster>> OpenCluster(absl::string_view address) 
 absl::StatusOr<std::string> FindServices(absl::string_view address, const JobSpec& job,
                                          const Credentials& credentials) {
   BALLAST_ASSIGN_OR_RETURN(const cluster::Address parsed, cluster::ParseAddress(address));
-  BALLAST_ASSIGN_OR_RETURN(const auto cluster, OpenCluster(address));
+  BALLAST_ASSIGN_OR_RETURN(const auto cluster,
+                           Cluster::Open(parsed, cluster::Etcd::Access::FromEnvironment()));
   BALLAST_ASSIGN_OR_RETURN(const Cluster::Record record, cluster->FindJob(job.name));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Cluster::Service> there, cluster->Services());
   if (there.empty()) return NoService(*cluster);

@@ -57,14 +57,6 @@ std::string EndOf(std::string prefix) {
   return prefix;
 }
 
-etcdserverpb::Compare HasRevision(const std::string& key, int64_t revision) {
-  etcdserverpb::Compare compare;
-  compare.set_target(etcdserverpb::Compare::MOD);
-  compare.set_key(key);
-  compare.set_mod_revision(revision);
-  return compare;
-}
-
 absl::Status Changed(const std::string& key) {
   return absl::AbortedError(absl::StrCat("etcd's key ", key, " has changed meanwhile"));
 }
@@ -217,19 +209,30 @@ absl::StatusOr<Etcd::Listing> Etcd::Get(const std::string& key) {
   return Range(request);
 }
 
-absl::StatusOr<int64_t> Etcd::PutIf(const std::string& key, int64_t revision,
-                                    const std::string& value, int64_t lease) {
+absl::StatusOr<etcdserverpb::TxnResponse> Etcd::WriteIf(const std::string& key, int64_t revision,
+                                                        const etcdserverpb::RequestOp& write) {
   etcdserverpb::TxnRequest request;
-  *request.add_compare() = HasRevision(key, revision);
-  etcdserverpb::PutRequest& put = *request.add_success()->mutable_request_put();
-  put.set_key(key);
-  put.set_value(value);
-  put.set_lease(lease);
+  etcdserverpb::Compare& compare = *request.add_compare();
+  compare.set_target(etcdserverpb::Compare::MOD);
+  compare.set_key(key);
+  compare.set_mod_revision(revision);
+  *request.add_success() = write;
   request.add_failure()->mutable_request_range()->set_key(key);
   etcdserverpb::TxnResponse response;
   BALLAST_RETURN_IF_ERROR(Try([&](const auto& channel, grpc::ClientContext& context) {
     return etcdserverpb::KV::NewStub(channel)->Txn(&context, request, &response);
   }));
+  return response;
+}
+
+absl::StatusOr<int64_t> Etcd::PutIf(const std::string& key, int64_t revision,
+                                    const std::string& value, int64_t lease) {
+  etcdserverpb::RequestOp write;
+  etcdserverpb::PutRequest& put = *write.mutable_request_put();
+  put.set_key(key);
+  put.set_value(value);
+  put.set_lease(lease);
+  BALLAST_ASSIGN_OR_RETURN(const etcdserverpb::TxnResponse response, WriteIf(key, revision, write));
   if (response.succeeded()) return response.header().revision();
   // An endpoint before this one may have written it, and not answered.
   for (const etcdserverpb::ResponseOp& op : response.responses()) {
@@ -241,13 +244,9 @@ absl::StatusOr<int64_t> Etcd::PutIf(const std::string& key, int64_t revision,
 }
 
 absl::Status Etcd::DeleteIf(const std::string& key, int64_t revision) {
-  etcdserverpb::TxnRequest request;
-  *request.add_compare() = HasRevision(key, revision);
-  request.add_success()->mutable_request_delete_range()->set_key(key);
-  etcdserverpb::TxnResponse response;
-  BALLAST_RETURN_IF_ERROR(Try([&](const auto& channel, grpc::ClientContext& context) {
-    return etcdserverpb::KV::NewStub(channel)->Txn(&context, request, &response);
-  }));
+  etcdserverpb::RequestOp write;
+  write.mutable_request_delete_range()->set_key(key);
+  BALLAST_ASSIGN_OR_RETURN(const etcdserverpb::TxnResponse response, WriteIf(key, revision, write));
   return response.succeeded() ? absl::OkStatus() : Changed(key);
 }
 

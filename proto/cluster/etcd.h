@@ -90,6 +90,9 @@ class Etcd {
   // The token for this user, a new one with `again`; empty without one.
   absl::StatusOr<std::string> Token(const std::shared_ptr<grpc::Channel>& channel, bool again);
   absl::StatusOr<Listing> Range(const etcdserverpb::RangeRequest& request);
+  // If the key's last change is still `revision`; otherwise the answer has the key.
+  absl::StatusOr<etcdserverpb::TxnResponse> WriteIf(const std::string& key, int64_t revision,
+                                                    const etcdserverpb::RequestOp& write);
 
   const std::vector<std::string> endpoints_;
   const std::string name_;

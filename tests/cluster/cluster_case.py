@@ -24,7 +24,8 @@ class ClusterCase(unittest.TestCase):
 
     def cluster(self, count, **wire):
         cluster = Cluster(self.folder, self.network, count, **wire)
-        self.addCleanup(cluster.stop)
+        self.addCleanup(cluster.check_decisions)
+        self.addCleanup(cluster.stop)  # This one is first.
         return cluster
 
     def start(self, cluster, job, **options):

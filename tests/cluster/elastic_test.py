@@ -12,6 +12,7 @@ import time
 import typing
 import unittest
 
+import decisions
 from hosts import Network, enter_network_of_own
 from processes import ROOT, await_, read, start, stop, tail  # In a folder where hosts looks.
 
@@ -47,7 +48,7 @@ class Elastic(unittest.TestCase):
         host = self.network.add_host(whole=True)
         host.do("mkdir", "/run/ballast")
         log = self.folder / f"service-{len(self.agents)}.log"
-        service = start([*host.words, _files.program("ballastd"), "--nostartup-benchmark", "--threads=1", "--insecure",
+        service = start([*host.words, _files.program("ballastd"), "--nostartup-benchmark", "--threads=1", "--insecure", "--log-level=debug",
                          f"--listen=unix:/run/ballast/ballastd.sock,{host.address}:{PORT}", *flags], log)
         self.addCleanup(stop, service)
         await_("a service", lambda: "listening on" in read(log), service)
@@ -123,6 +124,7 @@ class Elastic(unittest.TestCase):
                 self.assertEqual(int(start_.step), int(states[number - 1].step) + 1)
         self.assertEqual(int(starts[1].step) % 3, 0)  # Of the newest checkpoint: the lost node had a part.
         self.assertGreaterEqual(int(starts[2].step), int(states[attached[2] - 1].step))  # Nothing is lost.
+        self.assertGreaterEqual(decisions.check(map(read, self.folder.glob("service-*.log"))), int(states[-1].step))
 
 
 if __name__ == "__main__":

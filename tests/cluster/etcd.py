@@ -58,9 +58,10 @@ class Etcd:
             stop(process)
 
     def control(self, *words, check=True):
-        """What etcdctl prints, called on the first host."""
+        """What etcdctl prints, called on the last host."""
+        host = self.hosts[-1]
         done = subprocess.run(
-            [*self.hosts[0].words, "etcdctl", f"--endpoints={self.scheme}://{self.hosts[0].address}:{CLIENTS}", *words],
+            [*host.words, "etcdctl", f"--endpoints={self.scheme}://{host.address}:{CLIENTS}", *words],
             env=os.environ | {"ETCDCTL_API": "3"} | self.environment, capture_output=True, text=True, timeout=60, check=False)
         if check and done.returncode != 0:
             raise AssertionError(f"etcdctl {words}: {done.stderr}")
@@ -69,5 +70,5 @@ class Etcd:
     def values(self, prefix):
         """By key, as JSON."""
         listed = self.control("get", "--prefix", prefix, "-w", "json")
-        found = json.loads(listed).get("kvs", [])
+        found = json.loads(listed.partition("\n")[0]).get("kvs", [])  # Behind it may be a warning.
         return {base64.b64decode(each["key"]).decode(): json.loads(base64.b64decode(each["value"])) for each in found}

@@ -13,6 +13,7 @@ import time
 from unittest import mock
 
 import etcd
+from certificates import Authority
 from cluster_case import TRAINING, ClusterCase, main
 from etcd import Etcd
 from processes import ROOT, await_, read
@@ -22,18 +23,21 @@ PREFIX = "/ballast"
 LEASE = 15  # Seconds, as the service has it.
 
 
-
 class EtcdCase(ClusterCase):
+    SERVERS = 1
+
     def setUp(self):
-        host = self.network.add_host()
-        self.addCleanup(self.network.remove_host, host)
-        self.etcd = Etcd(self.make_folder(), [host])
+        hosts = [self.network.add_host() for _ in range(self.SERVERS)]
+        for host in hosts:
+            self.addCleanup(self.network.remove_host, host)
+        self.etcd = self.serve(hosts)
         self.addCleanup(self.etcd.stop)
         self.address = f"etcd://{self.etcd.endpoints}{PREFIX}"
 
+    def serve(self, hosts):
+        return Etcd(self.make_folder(), hosts)
+
     def make_folder(self):
-        import pathlib
-        import tempfile
         return pathlib.Path(tempfile.mkdtemp(prefix="etcd-", dir=self.folder))
 
     def registered(self, count, *flags):
@@ -65,6 +69,7 @@ class Registered(EtcdCase):
         self.assertEqual([each["uid"] for each in listed["jobs"]], [job["uid"]])
         lead = next(member for member in cluster.members if member.address == record["lead"])
         self.assert_same_bits(result_of(run, lead))
+        self.assertEqual(cluster.check_decisions(), TRAINING.steps)
         self.ask(cluster, "close", "gpt", "--force")
         await_("no record", lambda: self.records() == {})
 
@@ -93,8 +98,12 @@ class Registered(EtcdCase):
         other = self.start(cluster, "other", services=self.address)
         self.assertEqual(other.wait(), 1)
         self.assertIn("etcd does not answer", other.story())
-        time.sleep(LEASE + 1)  # etcd's clock goes on, so leases end.
+        saved = lead.save("gpt")
+        time.sleep(60)  # etcd's clock goes on, so leases end.
+        saved_later = lead.save("gpt")
         self.etcd.signal(signal.SIGCONT)
+        for directory in (saved, saved_later):
+            self.assertTrue((directory / "index.json").exists())
         await_("both again", lambda: len(self.services()) == 2)
         self.assertEqual(self.records()["gpt"]["uid"], lead.job("gpt")["uid"])
         self.assertIn("the lease of", read(lead.log))
@@ -128,6 +137,29 @@ class Registered(EtcdCase):
         lead.stop(signal.SIGTERM)
         self.assertEqual((self.records(), len(self.services())), ({}, 1))
         again = self.start(cluster, "gpt", services=self.address, flags=["--resume=gpt"])
+        self.assertEqual(again.wait(), 0, cluster.story(again))
+
+
+class OfThree(EtcdCase):
+    SERVERS = 3
+
+    def test_the_servers_that_are_together_are_enough(self):
+        cluster = self.registered(2)
+        alone, second, third = self.etcd.hosts
+        before = len(self.services())
+        with self.network.apart(alone, second), self.network.apart(alone, third):  # Services reach all three.
+            run = self.start(cluster, "gpt", services=f"{self.address}?members=all")
+            self.assertEqual(run.wait(), 0, cluster.story(run))
+            self.assertEqual(len(self.records()["gpt"]["members"]), 2)
+            time.sleep(LEASE + 1)
+            self.assertEqual((before, len(self.services())), (2, 2))
+            with self.network.cut(second):
+                other = self.start(cluster, "other", services=self.address)
+                self.assertEqual(other.wait(), 1)
+                self.assertIn("etcd does not answer", other.story())
+        lead = next(member for member in cluster.members if member.address == self.records()["gpt"]["lead"])
+        self.assert_same_bits(result_of(run, lead))
+        again = self.start(cluster, "other", services=self.address)
         self.assertEqual(again.wait(), 0, cluster.story(again))
 
 
@@ -214,7 +246,7 @@ torch.manual_seed(1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
 service = sys.argv[1] + "?members=2"
 optimizer = ballast.torch.AdamW(model.parameters(), lr=0.1, service=service, job="torch")
-print("begins at", optimizer.attach(resume=True), flush=True)
+print(f"begins at {{optimizer.attach(resume=True)}}\\n", end="", flush=True)
 for _ in range(3):
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
@@ -222,7 +254,7 @@ for _ in range(3):
 dist.barrier()
 client = ballast.connect(sys.argv[1])
 print(json.dumps([[job["name"], job["committed_step"], len(job["members"])] for job in client.jobs()]))
-print("is at", client.job("torch")["committed_step"], client.state("torch", "weight").shape)
+print("is at", client.job("torch")["committed_step"], client.state("torch", "weight").shape, flush=True)
 dist.barrier()
 optimizer.close(save=True)
 """)
@@ -255,6 +287,32 @@ class Guarded(EtcdCase):
             run = self.start(cluster, "gpt", services=self.address)
             self.assertEqual(run.wait(), 0, cluster.story(run))
             self.assertIn("gpt", self.ask(cluster, "jobs"))
+
+
+class OverTls(EtcdCase):
+    def serve(self, hosts):
+        folder = self.make_folder()
+        authority = Authority(folder)
+        (server, server_key), (self.certificate, self.key) = (
+            authority.issue(name, hosts[0].address) for name in ("etcd", "client"))
+        self.authority = authority.certificate
+        return Etcd(folder, hosts, f"--cert-file={server}", f"--key-file={server_key}", "--client-cert-auth",
+                    f"--trusted-ca-file={self.authority}", scheme="https", environment={
+                        "ETCDCTL_CACERT": str(self.authority), "ETCDCTL_CERT": str(self.certificate),
+                        "ETCDCTL_KEY": str(self.key)})
+
+    def test_both_ends_show_certificates(self):
+        files = {"CA": self.authority, "CERT": self.certificate, "KEY": self.key}
+        with self.assertRaisesRegex(AssertionError, "etcd does not answer"):
+            self.registered(1, f"--etcd-ca={self.authority}")
+        cluster = self.registered(1, *(f"--etcd-{name.lower()}={path}" for name, path in files.items()))
+        self.assertEqual(self.services(), [cluster.lead.address])
+        with mock.patch.dict(os.environ, {f"BALLAST_ETCD_{name}": str(path) for name, path in files.items()}):
+            run = self.start(cluster, "gpt", services=self.address)
+            self.assertEqual(run.wait(), 0, cluster.story(run))
+            self.assertIn("gpt", self.ask(cluster, "jobs"))
+        with self.assertRaisesRegex(AssertionError, "etcd does not answer"):
+            self.ask(cluster, "jobs")
 
 
 class Wrong(EtcdCase):

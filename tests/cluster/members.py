@@ -12,6 +12,7 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kill"))
 
+import decisions  # noqa: E402
 from processes import read, start  # noqa: E402
 from runs import Run, Service, recoveries, result_of, tail  # noqa: E402
 
@@ -108,7 +109,12 @@ class Cluster:
         left = {member.address: names for member in self.members if (names := member.jobs())}
         if left:
             raise AssertionError(f"closed, but there are still jobs: {left}")
+        self.check_decisions()
         return result
+
+    def check_decisions(self):
+        """Returns their number."""
+        return decisions.check(read(member.log) for member in self.members)
 
     def recoveries(self):
         """Of all members, by what their processes had died in."""

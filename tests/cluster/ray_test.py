@@ -13,6 +13,7 @@ import tempfile
 import time
 import unittest
 
+import decisions
 from hosts import Network, enter_network_of_own
 from processes import ROOT, await_, children_of, has_ended, read, start, stop, tail
 
@@ -174,10 +175,16 @@ class OnRay(unittest.TestCase):
         self.saved = self.folder / f"saved-{self._testMethodName}"
 
     def serve(self, **options):
-        options = {"nodes": 2, "memory": "64MiB", "name": "gpt", "checkpoint_dir": str(self.saved)} | options
+        options = {"nodes": 2, "memory": "64MiB", "name": "gpt", "checkpoint_dir": str(self.saved),
+                   "flags": ["--log-level=debug"]} | options
         said = self.head.drive(f"say(len(ballast.ray.Service(**{options}).addresses))")
         self.assertEqual(said, str(options["nodes"]))
+        self.addCleanup(self.check_decisions)
         self.addCleanup(self.close)
+
+    def check_decisions(self):
+        logs = [host.run("sh", "-c", "cat /tmp/ray/session_2*/logs/worker-*.err") for host in (self.head, self.second)]
+        return decisions.check(logs)
 
     def close(self):
         self.head.drive("ballast.ray.Service.get('gpt').close(save=False)")
@@ -209,6 +216,7 @@ class OnRay(unittest.TestCase):
                          [rank["host"] for rank in results])
         self.assertEqual(self.head.drive("ballast.ray.Service.get('gpt').close()"), "")
         self.assertTrue(list((self.saved / "gpt").glob("step-60*/index.json")))
+        self.assertGreaterEqual(self.check_decisions(), STEPS)
         self.assert_nothing_left()
 
     def test_the_example(self):

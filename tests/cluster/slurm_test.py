@@ -16,6 +16,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "client/python"))
 
+import decisions
 import torch_environment
 from hosts import NOT_THERE, Network, enter_network_of_own
 from processes import PATIENCE, ROOT, await_, read, start, tail
@@ -45,6 +46,7 @@ class Training:
         self.slurm, self.name = slurm, name
         self.folder = folder or slurm.folder / f"ballast-{name}"
         self.output = slurm.folder / f"{name}.out"
+        environment["BALLASTD_FLAGS"] = f"--log-level=debug {environment.get('BALLASTD_FLAGS', '')}"
         self.number = slurm.ask("sbatch", "--parsable", f"--job-name={name}", f"--output={self.output}",
                                 *(flags or ("--nodes=2", "--ntasks-per-node=2")), "train.sbatch", *command,
                                 environment=environment)
@@ -119,8 +121,13 @@ class SlurmJobs(unittest.TestCase):
             raise AssertionError(f"the local optimizer:{tail(cls.folder / 'undisturbed.out')}")
 
     def setUp(self):
+        self.addCleanup(self.check_decisions)
         self.addCleanup(self.slurm.await_idle)
         self.addCleanup(self.slurm.ask, "scancel", "--user=root")
+
+    def check_decisions(self):
+        """Returns their number, of all trainings until now."""
+        return decisions.check(map(read, self.folder.glob("ballast-*/ballastd-*.log")))
 
     def submit(self, *flags, name=None, **options):
         return Training(self.slurm, name or self.id().rpartition(".test_")[2], *flags, **options)
@@ -208,6 +215,7 @@ class SlurmJobs(unittest.TestCase):
         self.assert_same_bits(training, 1)
         self.assertEqual({path.name for path in training.folder.glob("checkpoints/*/step-150.*/master*")},
                          {"master-member-0.safetensors", "master-member-1.safetensors"})
+        self.assertGreaterEqual(self.check_decisions(), 150)
 
     def test_time_limit(self):
         """One minute, of which Slurm takes ten seconds and what its clock is too coarse for."""
