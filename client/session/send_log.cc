@@ -119,17 +119,13 @@ void SendLog::SendOnStream(Entry& entry) {
   }
 }
 
-void SendLog::StampVote(StepAttempt at, v1::Vote& vote) const {
-  vote.set_refusals(at == votes_refused_at_ ? votes_refused_ : 0);
-}
-
 void SendLog::LogAndSend(Entry entry) {
   if (entry.message.has_vote()) {
     v1::CastVote& cast = *entry.message.mutable_vote();
-    StampVote({cast.step(), cast.attempt()}, *cast.mutable_vote());
+    cast.mutable_vote()->set_refusals(vote_refusals_.Of({cast.step(), cast.attempt()}));
   } else if (entry.message.seal().has_vote()) {
     v1::Seal& seal = *entry.message.mutable_seal();
-    StampVote({seal.step(), seal.attempt()}, *seal.mutable_vote());
+    seal.mutable_vote()->set_refusals(vote_refusals_.Of({seal.step(), seal.attempt()}));
   }
   // Logged before it is sent: a stream that drops the payload at once must not be its last owner,
   // because `released` may not run while the lock is held.
@@ -241,11 +237,7 @@ void SendLog::SealRefused(StepAttempt at) {
 
 void SendLog::VoteRefused(StepAttempt at) {
   MutexLock lock(mutex_);
-  if (votes_refused_at_ < at) {
-    votes_refused_at_ = at;
-    votes_refused_ = 0;
-  }
-  if (votes_refused_at_ == at) ++votes_refused_;
+  vote_refusals_.Add(at);
   if (seal_.has_value() && StepAttempt(seal_->seal().step(), seal_->seal().attempt()) == at) {
     // Sent again on a new stream, the seal would otherwise cast the void vote once more.
     seal_->mutable_seal()->clear_vote();
@@ -281,7 +273,7 @@ void SendLog::Detach() {
   MutexLock lock(mutex_);
   stream_ = nullptr;
   sent_ = 1;  // The open message of the next stream, which does not go through the log.
-  votes_refused_at_ = 0;
+  vote_refusals_ = {};
   for (Entry& entry : entries_) entry.number = 0;
 }
 

@@ -99,8 +99,6 @@ class SendLog {
     absl::Span<const std::byte> shared;  // A gradient's place in shared memory.
   };
 
-  // Tells `vote`, of this attempt, how many refusals its rank knows.
-  void StampVote(StepAttempt at, v1::Vote& vote) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LogAndSend(Entry entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendOnStream(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The service needs none of them any more. They are destroyed by the caller, without the lock.
@@ -120,9 +118,7 @@ class SendLog {
   std::optional<v1::TrainRequest> seal_ ABSL_GUARDED_BY(mutex_);
   std::optional<v1::TrainRequest> vote_ ABSL_GUARDED_BY(mutex_);
   std::optional<v1::TrainRequest> discard_ ABSL_GUARDED_BY(mutex_);
-  // How many refusals of votes the stream has brought, of this attempt.
-  StepAttempt votes_refused_at_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint32_t votes_refused_ ABSL_GUARDED_BY(mutex_) = 0;
+  VoteRefusals vote_refusals_ ABSL_GUARDED_BY(mutex_);  // That the stream has brought.
   absl::Status closed_ ABSL_GUARDED_BY(mutex_);
 };
 

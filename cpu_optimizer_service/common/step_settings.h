@@ -48,6 +48,21 @@ struct StepAttempt {
   auto operator<=>(const StepAttempt&) const = default;
 };
 
+// How many refusals of votes went over one stream, of the newest attempt with any: both ends count.
+class VoteRefusals {
+ public:
+  void Add(StepAttempt at) {
+    if (at < at_) return;  // Late.
+    count_ = at_ == at ? count_ + 1 : 1;
+    at_ = at;
+  }
+  uint32_t Of(StepAttempt at) const { return at == at_ ? count_ : 0; }
+
+ private:
+  StepAttempt at_ = 0;
+  uint32_t count_ = 0;
+};
+
 // The settings of begin_step, the same on all ranks. Provisional updates use the overrides and the
 // clipping; the vote may differ.
 struct StepSettings {

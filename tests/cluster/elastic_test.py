@@ -48,8 +48,8 @@ class Elastic(unittest.TestCase):
         host = self.network.add_host(whole=True)
         host.do("mkdir", "/run/ballast")
         log = self.folder / f"service-{len(self.agents)}.log"
-        service = start([*host.words, _files.program("ballastd"), "--nostartup-benchmark", "--threads=1", "--insecure", "--log-level=debug",
-                         f"--listen=unix:/run/ballast/ballastd.sock,{host.address}:{PORT}", *flags], log)
+        service = start([*host.words, _files.program("ballastd"), "--nostartup-benchmark", "--threads=1", "--insecure",
+                         "--log-level=debug", f"--listen=unix:/run/ballast/ballastd.sock,{host.address}:{PORT}", *flags], log)
         self.addCleanup(stop, service)
         await_("a service", lambda: "listening on" in read(log), service)
         first = next(iter(self.agents), host)

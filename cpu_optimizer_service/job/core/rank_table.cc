@@ -33,15 +33,6 @@ void RankTable::TakeListener(int index, Listeners& listeners) {
   rank.stream = 0;
 }
 
-void RankTable::RefuseVote(int index, StepAttempt at) {
-  RankEntry& rank = ranks_[index];
-  if (rank.votes_refused_at < at) {
-    rank.votes_refused_at = at;
-    rank.votes_refused = 0;
-  }
-  if (rank.votes_refused_at == at) ++rank.votes_refused;
-}
-
 StreamKey RankTable::OpenStream(int index, std::shared_ptr<RankListener> listener,
                                 UpdateMode update_mode, bool weights_in_place) {
   RankEntry& rank = ranks_[index];
@@ -49,8 +40,7 @@ StreamKey RankTable::OpenStream(int index, std::shared_ptr<RankListener> listene
   // Never a number that was given before: calls of a stream that was replaced must not be taken for
   // those of a later one (IsCurrent).
   rank.stream = ++last_stream_;
-  rank.votes_refused_at = 0;
-  rank.votes_refused = 0;
+  rank.vote_refusals = {};
   rank.update_mode = update_mode;
   rank.weights_in_place = weights_in_place;
   rank.left = false;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/gradients/rank_memory.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
 
@@ -42,10 +43,8 @@ struct RankEntry {
   std::shared_ptr<RankListener> listener;
   UpdateMode update_mode = UpdateMode::kWait;  // Of its stream, as the next.
   bool weights_in_place = false;
-  // How many refusals of votes its stream was told, of this attempt.
-  StepAttempt votes_refused_at = 0;
-  uint32_t votes_refused = 0;
-  bool left = false;  // Its stream ended during a step; free once the step is over.
+  VoteRefusals vote_refusals;  // That it was told.
+  bool left = false;           // Its stream ended during a step; free once the step is over.
   std::shared_ptr<const RankMemory> memory;  // Shared with its process. Nullable.
   int64_t memory_bytes = 0;
   // The memory with the gradients of the step in progress: the same one, unless that has been
@@ -84,15 +83,15 @@ class RankTable {
                        bool weights_in_place);
   // The rank's own stream has ended. The rank is free now, or, `in_step`, once the step is over.
   std::shared_ptr<RankListener> CloseStream(int rank, bool in_step);
+  // Its stream is told that all votes of this attempt are void.
+  void RefuseVote(int rank, StepAttempt at) { ranks_[rank].vote_refusals.Add(at); }
+  // Whether a vote is one of those, cast when this many refusals had been heard.
+  bool IsRefused(int rank, StepAttempt at, uint32_t refusals_heard) const {
+    return refusals_heard < ranks_[rank].vote_refusals.Of(at);
+  }
 
   std::shared_ptr<const RankMemory> GiveMemory(int rank, std::shared_ptr<const RankMemory> memory,
                                                int64_t size_bytes);
-  // Its stream is told that all votes of this attempt are void.
-  void RefuseVote(int rank, StepAttempt at);
-  // Whether a vote is one of those, cast when this many refusals had been heard.
-  bool IsRefused(int rank, StepAttempt at, uint32_t refusals_heard) const {
-    return at == ranks_[rank].votes_refused_at && refusals_heard < ranks_[rank].votes_refused;
-  }
   // Null if the rank has another memory now.
   std::shared_ptr<const RankMemory> DropMemory(int rank, const RankMemory* memory);
   void Lend(int rank) { ranks_[rank].lender = ranks_[rank].memory; }

@@ -175,6 +175,19 @@ TEST(JobMembers, VoteAfterTheNormOfAll) {
   }
 }
 
+// All ranks have voted, rank 2 otherwise than the others, and have heard that.
+void VoteAndBeRefused(Cluster& cluster) {
+  cluster.Give(5);
+  cluster.Seal(1, std::nullopt);
+  for (int rank = 0; rank < kRanks; ++rank) cluster.home(rank).listener(rank).WaitForNorm(1);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    cluster.home(rank).Vote(rank, rank == 2 ? StepVote{.apply = false} : StepVote());
+  }
+  for (int rank = 0; rank < kRanks; ++rank) {
+    cluster.home(rank).listener(rank).WaitForVoteRefusals(1);
+  }
+}
+
 // A reopened stream brings the refused vote, in its seal and behind it, and then the rank's next one.
 TEST(JobMembers, ARefusedVoteMayComeOnceMore) {
   OneHost one(Buckets());
@@ -183,19 +196,8 @@ TEST(JobMembers, ARefusedVoteMayComeOnceMore) {
     SCOPED_TRACE(testing::PrintToString(homes));
     const auto begun = Cluster::Begun(Buckets(), homes);
     Cluster& cluster = *begun;
+    VoteAndBeRefused(cluster);
     const StepVote other = {.apply = false};
-    const auto vote_all = [&](const StepVote& of_rank_2) {
-      for (int rank = 0; rank < kRanks; ++rank) {
-        cluster.home(rank).Vote(rank, rank == 2 ? of_rank_2 : StepVote());
-      }
-    };
-    cluster.Give(5);
-    cluster.Seal(1, std::nullopt);
-    for (int rank = 0; rank < kRanks; ++rank) cluster.home(rank).listener(rank).WaitForNorm(1);
-    vote_all(other);
-    for (int rank = 0; rank < kRanks; ++rank) {
-      cluster.home(rank).listener(rank).WaitForVoteRefusals(1);
-    }
     RankStream& stream = cluster.home(2).stream(2);
     EXPECT_EQ(stream.Seal(1, 1, other, /*refusals_heard=*/0).value(), std::nullopt);
     EXPECT_EQ(stream.Vote(1, other, /*refusals_heard=*/0), absl::OkStatus());
@@ -213,15 +215,7 @@ TEST(JobMembers, ARefusedVoteMayComeOnceMore) {
 TEST(JobMembers, AVoteCountsOnAStreamThatWasToldNoRefusal) {
   const auto begun = Cluster::Begun(Buckets(), {0, 0, 1, 0});
   Cluster& cluster = *begun;
-  cluster.Give(5);
-  cluster.Seal(1, std::nullopt);
-  for (int rank = 0; rank < kRanks; ++rank) cluster.home(rank).listener(rank).WaitForNorm(1);
-  for (int rank = 0; rank < kRanks; ++rank) {
-    cluster.home(rank).Vote(rank, rank == 2 ? StepVote{.apply = false} : StepVote());
-  }
-  for (int rank = 0; rank < kRanks; ++rank) {
-    cluster.home(rank).listener(rank).WaitForVoteRefusals(1);
-  }
+  VoteAndBeRefused(cluster);
   for (const int rank : {1, 2}) {
     cluster.home(rank).Reopen(rank);
     EXPECT_EQ(cluster.home(rank).stream(rank).Vote(1, StepVote(), /*refusals_heard=*/0),
