@@ -102,28 +102,53 @@ typedef enum ballast_plane {
   BALLAST_MASTER = 1,
   BALLAST_EXP_AVG = 2,
   BALLAST_EXP_AVG_SQ = 3,
-  BALLAST_MAX_EXP_AVG_SQ = 4 /* With amsgrad. */
+  BALLAST_MAX_EXP_AVG_SQ = 4,  /* With amsgrad. */
+  BALLAST_MOMENTUM_BUFFER = 5, /* SGD with momentum. */
+  BALLAST_SUM = 6              /* Adagrad. */
 } ballast_plane;
 
-/* A param group's, named as in torch.optim.AdamW. */
+/* The formula of an update. */
+typedef enum ballast_rule {
+  BALLAST_ADAM = 0, /* And AdamW. */
+  BALLAST_SGD = 1,
+  BALLAST_LION = 2,
+  BALLAST_ADAGRAD = 3,
+  BALLAST_SIGN_SGD = 4
+} ballast_rule;
+
+/* A param group's, named as in torch.optim. A rule reads its own fields; others may hold anything. */
 typedef struct ballast_hyper_parameters {
+  int32_t rule; /* ballast_rule; fixed when the job is created. */
   double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  int32_t decoupled_weight_decay; /* 1: AdamW. 0: Adam, weight_decay is L2 regularisation. */
-  int32_t bias_correction;
-  int32_t amsgrad; /* Fixed when the job is created. */
+  double beta1;                     /* Adam, Lion */
+  double beta2;                     /* Adam, Lion */
+  double eps;                       /* Adam, Adagrad */
+  double weight_decay;              /* Decoupled for Lion and SignSGD, L2 for SGD and Adagrad. */
+  int32_t decoupled_weight_decay;   /* Adam. 1: AdamW. 0: weight_decay is L2 regularisation. */
+  int32_t bias_correction;          /* Adam */
+  int32_t amsgrad;                  /* Adam; fixed when the job is created. */
+  double momentum;                  /* SGD; does not change between 0 and another value. */
+  double dampening;                 /* SGD */
+  int32_t nesterov;                 /* SGD */
+  double lr_decay;                  /* Adagrad */
+  double initial_accumulator_value; /* Adagrad; fixed when the job is created. */
   int32_t maximize;
 } ballast_hyper_parameters;
 
-/* The defaults of torch.optim.AdamW and torch.optim.Adam:
+/* Each rule's defaults, those of torch.optim where it has the rule:
  *   ballast_hyper_parameters h = BALLAST_ADAMW_DEFAULTS;    then h.lr = 3e-4; */
 #define BALLAST_ADAMW_DEFAULTS \
-  { 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 1, 0, 0 }
+  { BALLAST_ADAM, 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 1, 0, 0, 0, 0, 0, 0, 0 }
 #define BALLAST_ADAM_DEFAULTS \
-  { 1e-3, 0.9, 0.999, 1e-8, 0, 0, 1, 0, 0 }
+  { BALLAST_ADAM, 1e-3, 0.9, 0.999, 1e-8, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0 }
+#define BALLAST_SGD_DEFAULTS \
+  { BALLAST_SGD, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define BALLAST_LION_DEFAULTS \
+  { BALLAST_LION, 1e-4, 0.9, 0.99, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define BALLAST_ADAGRAD_DEFAULTS \
+  { BALLAST_ADAGRAD, 1e-2, 0, 0, 1e-10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define BALLAST_SIGN_SGD_DEFAULTS \
+  { BALLAST_SIGN_SGD, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 typedef struct ballast_group {
   size_t size;
@@ -266,7 +291,8 @@ typedef struct ballast_step {
   size_t size;
   double loss_scale;      /* 0: 1. Gradients are multiplied by this. */
   const double* divisors; /* One for each group: what gradients were summed over. Null: all 1. */
-  /* One for each group, from this step on; amsgrad is not read. Null: no change. */
+  /* One for each group, from this step on; the rule is the group's, and fixed fields are not read.
+   * Null: no change. */
   const ballast_hyper_parameters* hyper_parameters;
   const void* trainer_state;  /* Kept with the step once it is committed. */
   size_t trainer_state_bytes; /* At most 4096. */
@@ -284,7 +310,7 @@ typedef struct ballast_ballot {
    * (0: no clipping). multipliers: factors of each group's unscaled, divided gradient (null: 1). */
   double max_norm;
   const double* multipliers; /* One for each group, positive. */
-  /* One for each group, in place of the step's; amsgrad is not read. Null: no change. */
+  /* One for each group, in place of the step's; as in ballast_step. Null: no change. */
   const ballast_hyper_parameters* hyper_parameters;
   const void* trainer_state;  /* In place of ballast_begin_step's. Null: keep that. */
   size_t trainer_state_bytes; /* At most 4096. */
@@ -372,7 +398,7 @@ typedef struct ballast_state_write {
 /* `values` is called as in ballast_upload_by, for those planes and parameters. Returns when all
  * ranks' parts have arrived and the write is the job's state. FAILED_PRECONDITION: another rank
  * writes something else, or has begun the next step. INVALID_ARGUMENT: a value is not finite, or
- * an exp_avg_sq or max_exp_avg_sq is negative. RESOURCE_EXHAUSTED: the values do not fit beside
+ * one of exp_avg_sq, max_exp_avg_sq or sum is negative. RESOURCE_EXHAUSTED: the values do not fit beside
  * the state. DEADLINE_EXCEEDED, after timeout_seconds: the message names the missing ranks.
  * CANCELLED: `values` ended the write. */
 int32_t ballast_write_state(ballast_session* session, const ballast_state_write* write,

@@ -243,8 +243,8 @@ class Session {
   virtual absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
   // The same with moments: the job begins at state.step, with the state of another optimizer. For
-  // each chunk `fill` writes its weights, then exp_avg, exp_avg_sq and, in a group with amsgrad,
-  // max_exp_avg_sq: PlanesByGroup times chunk.elements values. All ranks call it with the same
+  // each chunk `fill` writes its weights and then each further plane of its group (PlanesOf in
+  // common/rule.h), chunk.elements values each. All ranks call it with the same
   // state. FAILED_PRECONDITION: another rank gave another state.
   virtual absl::Status UploadState(
       const FirstState& state,
@@ -256,7 +256,7 @@ class Session {
   // have arrived and the write is the job's state. The weights in the trainer's memory do not
   // change. The step before cannot be undone afterwards. FAILED_PRECONDITION (OTHER_SETTINGS):
   // another rank writes something else, or has begun the next step. INVALID_ARGUMENT: a value is
-  // not finite, or an exp_avg_sq or max_exp_avg_sq is negative. RESOURCE_EXHAUSTED: the values do
+  // not finite, or one of exp_avg_sq, max_exp_avg_sq or sum is negative. RESOURCE_EXHAUSTED: the values do
   // not fit beside the state. DEADLINE_EXCEEDED, after `timeout`: the message names the missing
   // ranks.
   virtual absl::Status WriteState(

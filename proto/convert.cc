@@ -8,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::proto {
@@ -27,7 +28,8 @@ static_assert(v1::FP32 == static_cast<int>(DType::kFloat32) + 1);
 static_assert(v1::ZERO == static_cast<int>(UnusedPolicy::kZero) + 1);
 static_assert(v1::SKIP_STEP == static_cast<int>(OnAbort::kSkip) + 1);
 static_assert(v1::SPECULATE == static_cast<int>(UpdateMode::kSpeculate) + 1);
-static_assert(v1::MAX_EXP_AVG_SQ == static_cast<int>(Plane::kMaxExpAvgSq) + 1);
+static_assert(v1::SUM == static_cast<int>(Plane::kSum) + 1);
+static_assert(v1::SIGN_SGD == static_cast<int>(Rule::kSignSgd) + 1);
 static_assert(v1::LOADING_CHECKPOINT == static_cast<int>(ActivityKind::kLoadingCheckpoint) + 1);
 
 // By number; nullopt: it has no name here, such as one of a later client, or is 0.
@@ -215,6 +217,10 @@ absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode) {
   return EnumOrFirst<UpdateMode>(mode, "update_mode");
 }
 
+absl::StatusOr<Rule> FromProto(v1::Rule rule) {
+  return EnumOrFirst<Rule>(rule, "hyper_parameters.rule");
+}
+
 absl::StatusOr<Plane> FromProto(v1::Plane plane) { return EnumFromProto<Plane>(plane, "plane"); }
 
 v1::PlaneSummary ToProto(const PlaneSummary& summary, Plane plane, bool with_sums) {
@@ -314,45 +320,58 @@ void Get(const v1::HyperParameters& from, const char* name, std::optional<T>& va
   if (from.GetReflection()->HasField(from, FieldOf(from, name))) Get(from, name, value.emplace());
 }
 
-template <typename Values>
-v1::HyperParameters AllToProto(const Values& values) {
+}  // namespace
+
+v1::HyperParameters ToProto(const HyperParameters& values) {
+  v1::HyperParameters out;
+  out.set_rule(EnumToProto<v1::Rule>(values.rule));
+  ForEachOf(
+      values.rule, [&](const char* name, const auto& value) { Set(out, name, value); }, values);
+  return out;
+}
+
+v1::HyperParameters ToProto(const HyperParameterOverrides& values) {
   v1::HyperParameters out;
   ForEachHyperParameter([&](const char* name, const auto& value) { Set(out, name, value); },
                         values);
   return out;
 }
-template <typename Values>
-Values AllFromProto(const v1::HyperParameters& from) {
-  Values values;
-  ForEachHyperParameter([&](const char* name, auto& value) { Get(from, name, value); }, values);
-  return values;
-}
-
-}  // namespace
-
-v1::HyperParameters ToProto(const HyperParameters& values) { return AllToProto(values); }
-
-v1::HyperParameters ToProto(const HyperParameterOverrides& values) { return AllToProto(values); }
 
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values) {
-  // By reflection, so that a field that is added later is not forgotten here.
-  const google::protobuf::Descriptor& fields = *v1::HyperParameters::descriptor();
-  for (int i = 0; i < fields.field_count(); ++i) {
-    if (!values.GetReflection()->HasField(values, fields.field(i))) {
-      return absl::InvalidArgumentError(absl::StrCat("hyper_parameters.", fields.field(i)->name(),
-                                                     " is not set; set every field"));
-    }
-  }
-  return AllFromProto<HyperParameters>(values);
+  BALLAST_ASSIGN_OR_RETURN(const Rule rule, FromProto(values.rule()));
+  const RuleRow& row = RowOf(rule);
+  HyperParameters result = row.defaults;
+  absl::Status status;
+  ForEachHyperParameter(
+      [&](const char* name, auto& value) {
+        const bool is_set = values.GetReflection()->HasField(values, FieldOf(values, name));
+        if (status.ok() && is_set && !row.has(name)) {
+          status = absl::InvalidArgumentError(absl::StrCat("hyper_parameters.", name,
+                                                           " is set, but rule ", row.name,
+                                                           " does not have it; leave it out"));
+        }
+        if (status.ok() && !is_set && row.has(name)) {
+          status = absl::InvalidArgumentError(absl::StrCat(
+              "hyper_parameters.", name, " is not set; set every field of rule ", row.name));
+        }
+        if (is_set) Get(values, name, value);
+      },
+      result);
+  BALLAST_RETURN_IF_ERROR(status);
+  return result;
 }
 
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values) {
-  // amsgrad decides how many planes the state has, which is allocated with the job.
-  if (values.has_amsgrad()) {
+  const auto fixed = [](absl::string_view name) {
     return absl::InvalidArgumentError(
-        "amsgrad is fixed when the job is created; leave it out of changes");
-  }
-  return AllFromProto<HyperParameterOverrides>(values);
+        absl::StrCat(name, " is fixed when the job is created; leave it out of changes"));
+  };
+  if (values.rule() != v1::RULE_UNSPECIFIED) return fixed("rule");
+  if (values.has_amsgrad()) return fixed("amsgrad");
+  if (values.has_initial_accumulator_value()) return fixed("initial_accumulator_value");
+  HyperParameterOverrides changes;
+  ForEachHyperParameter([&](const char* name, auto& value) { Get(values, name, value); }, changes);
+  return changes;
 }
 
 v1::Job ToProto(const JobSpec& spec, bool with_parameters) {

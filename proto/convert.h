@@ -26,9 +26,10 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job);
 
 v1::HyperParameters ToProto(const HyperParameters& values);
 v1::HyperParameters ToProto(const HyperParameterOverrides& values);
-// INVALID_ARGUMENT names an absent field.
+absl::StatusOr<Rule> FromProto(v1::Rule rule);
+// INVALID_ARGUMENT names a field of the rule that is absent, or one that the rule does not have.
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values);
-// INVALID_ARGUMENT if amsgrad is set, which cannot change.
+// INVALID_ARGUMENT if a field is set that cannot change.
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values);
 
 v1::Clipping ToProto(const Clipping& clipping);

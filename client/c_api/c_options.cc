@@ -15,6 +15,7 @@
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -33,27 +34,41 @@ absl::StatusOr<DType> ReadDType(int32_t dtype, const std::string& group) {
       absl::StrCat("group ", group, " has dtype ", dtype, "; expected a ballast_dtype"));
 }
 
-HyperParameters ReadHyperParameters(const ballast_hyper_parameters& given) {
-  HyperParameters values;
+// The rule's fields of `given`, whose other fields may hold anything.
+absl::StatusOr<HyperParameters> ReadHyperParameters(const ballast_hyper_parameters& given,
+                                                    const std::string& group) {
+  if (given.rule < 0 || given.rule >= static_cast<int>(Rules().size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("group ", group, " has rule ", given.rule, "; expected a ballast_rule"));
+  }
+  HyperParameters values = DefaultsOf(static_cast<Rule>(given.rule));
   const auto read = [](const char*, auto& value, auto field) {
     value = static_cast<std::decay_t<decltype(value)>>(field);
   };
-  ForEachHyperParameter(read, values, given);
+  ForEachOf(values.rule, read, values, given);
   return values;
 }
 
-std::map<int, HyperParameterOverrides> ReadOverrides(const ballast_hyper_parameters* given,
-                                                     int group_count) {
+absl::StatusOr<std::map<int, HyperParameterOverrides>> ReadOverrides(
+    const ballast_hyper_parameters* given, absl::Span<const GroupSpec> groups) {
   std::map<int, HyperParameterOverrides> overrides;
-  for (int g = 0; given != nullptr && g < group_count; ++g) {
-    const HyperParameters values = ReadHyperParameters(given[g]);
-    ForEachHyperParameter([](const char*, auto& value, auto given) { value = given; }, overrides[g],
-                          values);
+  for (size_t g = 0; given != nullptr && g < groups.size(); ++g) {
+    BALLAST_ASSIGN_OR_RETURN(const HyperParameters values,
+                             ReadHyperParameters(given[g], groups[g].name));
+    const Rule rule = groups[g].hyper_parameters.rule;
+    if (values.rule != rule) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("group ", groups[g].name, " has the rule ", RowOf(rule).name,
+                       ", which is fixed; got values of ", RowOf(values.rule).name));
+    }
+    ForEachOf(
+        rule, [](const char*, auto& value, auto given) { value = given; },
+        overrides[static_cast<int>(g)], values);
   }
   return overrides;
 }
 
-Clipping ReadClipping(double max_norm, const double* multipliers, int group_count) {
+Clipping ReadClipping(double max_norm, const double* multipliers, size_t group_count) {
   Clipping clipping = {.max_norm = max_norm, .multipliers = {}};
   if (multipliers != nullptr) clipping.multipliers.assign(multipliers, multipliers + group_count);
   return clipping;
@@ -76,8 +91,9 @@ absl::StatusOr<std::optional<std::string>> ReadTrainerState(const void* state, s
 
 absl::StatusOr<GroupSpec> ReadGroup(const ballast_group& given) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(given.name, "ballast_group.name"));
-  GroupSpec group = {.name = given.name,
-                     .hyper_parameters = ReadHyperParameters(given.hyper_parameters)};
+  GroupSpec group = {.name = given.name};
+  BALLAST_ASSIGN_OR_RETURN(group.hyper_parameters,
+                           ReadHyperParameters(given.hyper_parameters, group.name));
   BALLAST_ASSIGN_OR_RETURN(group.wire_dtype, ReadDType(given.wire_dtype, group.name));
   BALLAST_ASSIGN_OR_RETURN(group.return_dtype, ReadDType(given.return_dtype, group.name));
   return group;
@@ -291,15 +307,16 @@ std::vector<bool> OwnedBy(const SessionOptions& options) {
   return owned;
 }
 
-absl::StatusOr<StepSettings> ReadStep(const ballast_step& given, int group_count) {
+absl::StatusOr<StepSettings> ReadStep(const ballast_step& given,
+                                      absl::Span<const GroupSpec> groups) {
   StepSettings settings;
   if (given.loss_scale != 0) settings.scale.loss_scale = given.loss_scale;
   if (given.divisors != nullptr) {
-    settings.scale.divisors.assign(given.divisors, given.divisors + group_count);
+    settings.scale.divisors.assign(given.divisors, given.divisors + groups.size());
   }
-  settings.overrides = ReadOverrides(given.hyper_parameters, group_count);
+  BALLAST_ASSIGN_OR_RETURN(settings.overrides, ReadOverrides(given.hyper_parameters, groups));
   settings.expected_clipping =
-      ReadClipping(given.expected_max_norm, given.expected_multipliers, group_count);
+      ReadClipping(given.expected_max_norm, given.expected_multipliers, groups.size());
   BALLAST_ASSIGN_OR_RETURN(
       std::optional<std::string> state,
       ReadTrainerState(given.trainer_state, given.trainer_state_bytes, "ballast_step"));
@@ -307,14 +324,14 @@ absl::StatusOr<StepSettings> ReadStep(const ballast_step& given, int group_count
   return settings;
 }
 
-absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot, int group_count) {
+absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot,
+                                    absl::Span<const GroupSpec> groups) {
   if (ballot == nullptr) return StepVote();
   BALLAST_RETURN_IF_ERROR(CheckStructure(ballot, "ballast_ballot"));
   const ballast_ballot given = CRead(ballot);
   StepVote vote = {.apply = given.abandon == 0,
-                   .clipping = ReadClipping(given.max_norm, given.multipliers, group_count),
-                   .overrides = ReadOverrides(given.hyper_parameters, group_count),
-                   .trainer_state = std::nullopt};
+                   .clipping = ReadClipping(given.max_norm, given.multipliers, groups.size())};
+  BALLAST_ASSIGN_OR_RETURN(vote.overrides, ReadOverrides(given.hyper_parameters, groups));
   BALLAST_ASSIGN_OR_RETURN(
       vote.trainer_state,
       ReadTrainerState(given.trainer_state, given.trainer_state_bytes, "ballast_ballot"));

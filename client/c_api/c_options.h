@@ -24,9 +24,10 @@ Credentials ReadCredentials(const ballast_options& options);
 // may not be null. Without a mesh a parameter with elements counts as every rank's.
 std::vector<bool> OwnedBy(const SessionOptions& options);
 // INVALID_ARGUMENT as above.
-absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, int group_count);
+absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, absl::Span<const GroupSpec> groups);
 // Null: the default vote.
-absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot, int group_count);
+absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot,
+                                    absl::Span<const GroupSpec> groups);
 absl::StatusOr<Last> ReadLast(int32_t last);
 // 0 leaves `out` unchanged.
 absl::Status ReadSeconds(double seconds, const char* name, absl::Duration& out);

@@ -154,7 +154,7 @@ int32_t ballast_read_state(const ballast_options* options, const char* parameter
     BALLAST_RETURN_IF_ERROR(CheckGiven(step, "step"));
     BALLAST_RETURN_IF_ERROR(CheckGiven(update_count, "update_count"));
     if (elements > 0) BALLAST_RETURN_IF_ERROR(CheckGiven(out, "out"));
-    if (plane < BALLAST_MASTER || plane > BALLAST_MAX_EXP_AVG_SQ) {
+    if (plane < BALLAST_MASTER || plane > BALLAST_SUM) {
       return absl::InvalidArgumentError(
           absl::StrCat("plane is ", plane, "; expected a ballast_plane"));
     }

@@ -24,6 +24,7 @@
 #include "client/session.h"
 #include "client/tensors/gradient_giver.h"
 #include "client/tensors/stream_copy.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -168,9 +169,7 @@ int32_t CDecide(ballast_session* session, const ballast_ballot* ballot, ballast_
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckStructure(decision, "ballast_decision"));
-    BALLAST_ASSIGN_OR_RETURN(
-        const StepVote vote,
-        ReadBallot(ballot, static_cast<int>(session->options.job.groups.size())));
+    BALLAST_ASSIGN_OR_RETURN(const StepVote vote, ReadBallot(ballot, session->options.job.groups));
     BALLAST_ASSIGN_OR_RETURN(const StepDecision taken, decide(vote));
     CWrite(ballast_decision{.size = 0,
                             .step = taken.step,
@@ -297,10 +296,13 @@ int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t
       first.update_counts.assign(update_counts, update_counts + count);
     }
     return SendWhatItWrites(values, context, "first weights", [&](AskCaller ask) {
-      // ballast_plane counts from 1.
+      const ballast::JobSpec& job = session->options.job;
       return UploadParts(*session, first,
-                         [&](const ballast::ChunkPart& part, size_t plane, float* out) {
-                           ask(part, static_cast<int32_t>(plane) + 1, out);
+                         [&](const ballast::ChunkPart& part, size_t place, float* out) {
+                           const int group = job.layout.parameters[part.parameter].group;
+                           const ballast::Plane plane =
+                               ballast::PlanesOf(job.groups[group].hyper_parameters)[place];
+                           ask(part, ballast::proto::ToProto(plane), out);
                          });
     });
   });
@@ -363,9 +365,8 @@ int32_t ballast_begin_step(ballast_session* session, const ballast_step* step) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckStructure(step, "ballast_step"));
-    BALLAST_ASSIGN_OR_RETURN(
-        const ballast::StepSettings settings,
-        ReadStep(CRead(step), static_cast<int>(session->options.job.groups.size())));
+    BALLAST_ASSIGN_OR_RETURN(const ballast::StepSettings settings,
+                             ReadStep(CRead(step), session->options.job.groups));
     BALLAST_RETURN_IF_ERROR(session->session->BeginStep(settings));
     // Only when a step has begun: a call that is refused in the middle of one must not forget what
     // was given of it.

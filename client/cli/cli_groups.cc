@@ -31,12 +31,14 @@ absl::StatusOr<HyperParameterOverrides> ChangesOf(const Arguments& arguments) {
   BALLAST_ASSIGN_OR_RETURN(changes.decoupled_weight_decay,
                            arguments.Bool("decoupled-weight-decay"));
   BALLAST_ASSIGN_OR_RETURN(changes.bias_correction, arguments.Bool("bias-correction"));
+  BALLAST_ASSIGN_OR_RETURN(changes.momentum, arguments.Number("momentum"));
+  BALLAST_ASSIGN_OR_RETURN(changes.dampening, arguments.Number("dampening"));
+  BALLAST_ASSIGN_OR_RETURN(changes.nesterov, arguments.Bool("nesterov"));
+  BALLAST_ASSIGN_OR_RETURN(changes.lr_decay, arguments.Number("lr-decay"));
   BALLAST_ASSIGN_OR_RETURN(changes.maximize, arguments.Bool("maximize"));
   if (changes == HyperParameterOverrides()) {
     return absl::InvalidArgumentError("nothing to change: give at least one of --lr, --beta1, ...");
   }
-  // The defaults are valid, so an error is about one of the changes.
-  BALLAST_RETURN_IF_ERROR(Validate(Apply(HyperParameters(), changes)));
   return changes;
 }
 
@@ -69,16 +71,23 @@ Command SetGroupCommand() {
   return {.spec = {.name = "set-group",
                    .positionals = {"JOB", "GROUP"},
                    .summary = "changes hyper-parameters from the next step on",
-                   .details = "Other values do not change. amsgrad is fixed when a job is created. "
-                              "If the trainer sends a value with each step, as ballast-worker "
-                              "sends lr, the trainer's value counts.",
+                   .details =
+                       "A group has the hyper-parameters of its rule; ballast groups shows them. "
+                       "Other values do not\nchange. amsgrad and "
+                       "initial_accumulator_value are fixed when a job is created. "
+                       "If the trainer sends a value with each step, as ballast-worker "
+                       "sends lr, the trainer's value counts.",
                    .flags = {{"lr", "NUMBER", "learning rate"},
-                             {"beta1", "NUMBER", "decay of exp_avg"},
-                             {"beta2", "NUMBER", "decay of exp_avg_sq"},
-                             {"eps", "NUMBER", "added to the denominator"},
+                             {"beta1", "NUMBER", "Adam, Lion: decay of exp_avg"},
+                             {"beta2", "NUMBER", "Adam: decay of exp_avg_sq; Lion: of exp_avg"},
+                             {"eps", "NUMBER", "Adam, Adagrad: added to the denominator"},
                              {"weight-decay", "NUMBER", "weight decay"},
                              {"decoupled-weight-decay", "BOOL", "true: AdamW; false: L2 (Adam)"},
-                             {"bias-correction", "BOOL", "true or false"},
+                             {"bias-correction", "BOOL", "Adam: true or false"},
+                             {"momentum", "NUMBER", "SGD: decay of momentum_buffer"},
+                             {"dampening", "NUMBER", "SGD: for momentum"},
+                             {"nesterov", "BOOL", "SGD: true or false"},
+                             {"lr-decay", "NUMBER", "Adagrad: decay of lr"},
                              {"maximize", "BOOL", "true or false"}}},
           .prepare = PrepareSetGroup};
 }

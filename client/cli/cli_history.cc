@@ -21,8 +21,7 @@ std::string StepsOf(const HyperParameterRun& run) {
 }
 
 std::string RunsText(const std::vector<HyperParameterRun>& runs) {
-  Table table(
-      {{"used in"}, {"lr", kRight}, {"betas"}, {"eps", kRight}, {"weight decay"}, {"options"}});
+  Table table({{"used in"}, {"optimizer"}, {"lr", kRight}, {"hyper-parameters"}});
   for (const HyperParameterRun& run : runs) {
     std::vector<std::string> cells = HyperParameterCells(run.values);
     cells.insert(cells.begin(), StepsOf(run));

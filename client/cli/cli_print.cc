@@ -2,10 +2,13 @@
 
 #include <utility>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/cli_text.h"
+#include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/text/amounts.h"
 #include "cpu_optimizer_service/common/text/printable.h"
 #include "proto/convert.h"
 
@@ -48,26 +51,38 @@ std::string JobsText(const v1::ListJobsResponse& response) {
   return absl::StrCat(table.ToString(), "\n", problems, work, memory);
 }
 
-std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values) {
-  std::vector<std::string> options;  // Those that differ from Adam's defaults.
-  if (!values.bias_correction()) options.push_back("no-bias-correction");
-  if (values.amsgrad()) options.push_back("amsgrad");
-  if (values.maximize()) options.push_back("maximize");
-  return {FormatExactly(values.lr()),
-          absl::StrCat(FormatExactly(values.beta1()), ", ", FormatExactly(values.beta2())),
-          FormatExactly(values.eps()),
-          absl::StrCat(FormatExactly(values.weight_decay()),
-                       values.decoupled_weight_decay() ? " decoupled" : " L2"),
-          options.empty() ? "-" : absl::StrJoin(options, " ")};
+namespace {
+
+void AddText(std::vector<std::string>& words, absl::string_view name, double value) {
+  words.push_back(absl::StrCat(name, "=", FormatExactly(value)));
+}
+void AddText(std::vector<std::string>& words, absl::string_view name, bool value) {
+  // The optimizer's name says it.
+  if (name == "decoupled_weight_decay") return;
+  const bool usual = name == "bias_correction";
+  if (value != usual) words.push_back(absl::StrCat(value ? "" : "no ", name));
+}
+
+}  // namespace
+
+std::vector<std::string> HyperParameterCells(const v1::HyperParameters& message) {
+  const absl::StatusOr<HyperParameters> values = proto::FullFromProto(message);
+  if (!values.ok()) return {"unknown", FormatExactly(message.lr()), "-"};  // Of a newer service.
+  std::vector<std::string> others;
+  ForEachOf(
+      values->rule,
+      [&](absl::string_view name, const auto& value) {
+        if (name != "lr") AddText(others, name, value);
+      },
+      *values);
+  return {std::string(TitleOf(*values)), FormatExactly(values->lr), absl::StrJoin(others, " ")};
 }
 
 std::string GroupsText(const v1::Job& job) {
   Table table({{"group"},
+               {"optimizer"},
                {"lr", kRight},
-               {"betas"},
-               {"eps", kRight},
-               {"weight decay"},
-               {"options"},
+               {"hyper-parameters"},
                {"parameters", kRight},
                {"elements", kRight},
                {"wire"},

@@ -1,15 +1,16 @@
 // state and write-state.
 #include <algorithm>
-#include <map>
 #include <memory>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ballast/v1/tool.pb.h"
 #include "client/calls/service.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_print.h"
 #include "client/cli/cli_text.h"
 #include "client/cli/npy.h"
+#include "cpu_optimizer_service/common/plane.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/message_json.h"
@@ -135,16 +136,14 @@ absl::StatusOr<std::string> WriteState(Service& service, const StateRequest& req
 }
 
 absl::StatusOr<v1::Plane> PlaneOf(const Arguments& arguments) {
-  static const std::map<std::string, v1::Plane> kPlanes = {{"", v1::PLANE_UNSPECIFIED},
-                                                           {"master", v1::MASTER},
-                                                           {"exp_avg", v1::EXP_AVG},
-                                                           {"exp_avg_sq", v1::EXP_AVG_SQ},
-                                                           {"max_exp_avg_sq", v1::MAX_EXP_AVG_SQ}};
-  const auto plane = kPlanes.find(arguments.Get("plane", ""));
-  if (plane != kPlanes.end()) return plane->second;
+  const std::string name = arguments.Get("plane", "");
+  if (name.empty()) return v1::PLANE_UNSPECIFIED;
+  const auto found = std::ranges::find(kPlaneNames, name);
+  if (found != kPlaneNames.end()) {
+    return proto::ToProto(static_cast<Plane>(found - kPlaneNames.begin()));
+  }
   return absl::InvalidArgumentError(
-      absl::StrCat("no plane '", arguments.Get("plane", ""),
-                   "'; there are master, exp_avg, exp_avg_sq and max_exp_avg_sq"));
+      absl::StrCat("no plane '", name, "'; there are ", absl::StrJoin(kPlaneNames, ", ")));
 }
 
 absl::StatusOr<Action> PrepareState(const Arguments& arguments) {
@@ -168,7 +167,7 @@ absl::StatusOr<Action> PrepareWriteState(const Arguments& arguments) {
   BALLAST_ASSIGN_OR_RETURN(request.plane, PlaneOf(arguments));
   if (request.plane == v1::PLANE_UNSPECIFIED) {
     return absl::InvalidArgumentError(
-        "write-state needs --plane=master, exp_avg, exp_avg_sq or max_exp_avg_sq");
+        absl::StrCat("write-state needs --plane: ", absl::StrJoin(kPlaneNames, ", ")));
   }
   return [request](Service& service, bool json) { return WriteState(service, request, json); };
 }
@@ -183,7 +182,7 @@ Command StateCommand() {
                .details = "Without --out: norm, extremes and magnitudes of every plane, computed "
                           "in the\nservice. With --out: a plane's values at the committed step.",
                .flags = {{"plane", "PLANE",
-                          "master, exp_avg, exp_avg_sq or max_exp_avg_sq (default: all, or "
+                          "master, or another that the group's rule has (default: all, or "
                           "master with --out)"},
                          {"out", "FILE.npy", "write the plane to this file, for NumPy"}}},
       .timeout_seconds = 600,
@@ -200,8 +199,7 @@ Command WriteStateCommand() {
                "The file has the whole plane in fp32. It is written once no step is in progress, "
                "all or\nnothing, and the run goes on. Trainers get written weights (master) with "
                "those of the next\nstep. The step before cannot be undone afterwards.",
-           .flags = {{"plane", "PLANE",
-                      "master, exp_avg, exp_avg_sq or max_exp_avg_sq; required"}}},
+           .flags = {{"plane", "PLANE", "master, or another that the group's rule has; required"}}},
       .timeout_seconds = 600,
       .prepare = PrepareWriteState};
 }

@@ -1,7 +1,6 @@
 #include "client/cli/cli_text.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <utility>
 
@@ -61,12 +60,6 @@ std::string FormatNumber(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
   return absl::StrFormat("%.6g", value);
-}
-
-std::string FormatExactly(double value) {
-  char buffer[32];
-  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
-  return std::string(buffer, end);
 }
 
 std::string FormatNames(const std::string& title, absl::Span<const std::string> names) {

@@ -33,9 +33,8 @@ class Table {
 inline constexpr Table::Align kRight = Table::Align::kRight;
 
 std::string FormatField(const std::string& name, const std::string& value);  // "name     value\n"
-std::string FormatCount(int64_t count);   // "1234567" as "1,234,567"
-std::string FormatNumber(double value);   // At most six digits; "inf", "nan".
-std::string FormatExactly(double value);  // Shortest digits that read back the same.
+std::string FormatCount(int64_t count);                    // "1234567" as "1,234,567"
+std::string FormatNumber(double value);                    // At most six digits; "inf", "nan".
 std::string FormatShape(absl::Span<const int64_t> shape);  // "[768, 3072]"; "[]" is a scalar.
 
 // "title: a, b, c", broken after commas so that no line exceeds kTextWidth, except for a single

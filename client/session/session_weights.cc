@@ -78,12 +78,12 @@ absl::Status SessionImpl::SendFirstWeights(
     });
   });
   v1::OpenTrain open = OpenMessage();
-  std::vector<int> planes(options_.job.groups.size(), 1);
+  std::vector<size_t> planes(options_.job.groups.size(), 1);
   if (state.step > 0) {
     open.mutable_first_state()->set_step(state.step);
     open.mutable_first_state()->mutable_update_counts()->Add(state.update_counts.begin(),
                                                              state.update_counts.end());
-    planes = PlanesByGroup(options_.job);
+    std::ranges::transform(PlanesByGroup(options_.job), planes.begin(), &PlaneList::size);
   }
   int attempts = 0;
   absl::StatusOr<v1::UploadWeightsResponse> response;

@@ -1,16 +1,20 @@
-// All hyper-parameters of a param group, named as in torch.optim.Adam and AdamW.
+// A param group's rule and its hyper-parameters, named as in torch.optim.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_
 
+#include <cstdint>
 #include <optional>
-#include <string>
-
-#include "absl/status/status.h"
 
 namespace ballast {
 
-// Defaults are those of torch.optim.AdamW.
+// The formula of an update. rule.h has the table of all.
+enum class Rule : uint8_t { kAdam, kSgd, kLion, kAdagrad, kSignSgd };
+
+// Defaults are those of torch.optim.AdamW. DefaultsOf (rule.h) has those of the other rules. A rule
+// ignores fields that it does not have.
 struct HyperParameters {
+  // It says which planes there are, so it is fixed at creation.
+  Rule rule = Rule::kAdam;
   double lr = 1e-3;
   double beta1 = 0.9;
   double beta2 = 0.999;
@@ -22,6 +26,12 @@ struct HyperParameters {
   bool bias_correction = true;
   // Divide by the largest exp_avg_sq so far. It needs a fourth plane, so it is fixed at creation.
   bool amsgrad = false;
+  // With 0 there is no momentum_buffer, so a change between 0 and another value is refused.
+  double momentum = 0;
+  double dampening = 0;
+  bool nesterov = false;
+  double lr_decay = 0;
+  double initial_accumulator_value = 0;  // What `sum` begins with; fixed at creation.
   bool maximize = false;
 
   bool operator==(const HyperParameters&) const = default;
@@ -36,14 +46,19 @@ struct HyperParameterOverrides {
   std::optional<double> weight_decay;
   std::optional<bool> decoupled_weight_decay;
   std::optional<bool> bias_correction;
+  std::optional<double> momentum;
+  std::optional<double> dampening;
+  std::optional<bool> nesterov;
+  std::optional<double> lr_decay;
   std::optional<bool> maximize;
 
   bool operator==(const HyperParameterOverrides&) const = default;
 };
 
-// The one list of all fields, for formats, conversions and changes. Calls each(name, field of
-// values...) for each field that all of `values` have. A value is HyperParameters,
-// HyperParameterOverrides (without amsgrad), or a type with the same field names.
+// The one list of all fields except the rule, for formats, conversions and changes. Calls
+// each(name, field of values...) for each field that all of `values` have. A value is
+// HyperParameters, HyperParameterOverrides (without the fixed ones), or a type with the same field
+// names. ForEachOf (rule.h) is for the fields of one rule.
 template <typename Each, typename... Values>
 void ForEachHyperParameter(Each&& each, Values&... values) {
   each("lr", values.lr...);
@@ -54,21 +69,19 @@ void ForEachHyperParameter(Each&& each, Values&... values) {
   each("decoupled_weight_decay", values.decoupled_weight_decay...);
   each("bias_correction", values.bias_correction...);
   if constexpr ((requires { values.amsgrad; } && ...)) each("amsgrad", values.amsgrad...);
+  each("momentum", values.momentum...);
+  each("dampening", values.dampening...);
+  each("nesterov", values.nesterov...);
+  each("lr_decay", values.lr_decay...);
+  if constexpr ((requires { values.initial_accumulator_value; } && ...)) {
+    each("initial_accumulator_value", values.initial_accumulator_value...);
+  }
   each("maximize", values.maximize...);
 }
-
-// INVALID_ARGUMENT, with the first value's name, if torch would refuse it too: lr, eps and
-// weight_decay must be finite and not negative, betas in [0, 1). Also if one of these three does
-// not fit fp32, or the product lr * weight_decay if decoupled, or the first step size lr / (1 -
-// beta1) if bias-corrected.
-absl::Status Validate(const HyperParameters& values);
 
 HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides);
 // Both, one after the other.
 HyperParameterOverrides Merge(HyperParameterOverrides first, const HyperParameterOverrides& then);
-
-// "lr=0.001 betas=(0.9, 0.999) ...", every field, shortest digits that read back the same.
-std::string ToString(const HyperParameters& values);
 
 }  // namespace ballast
 

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
@@ -200,10 +201,15 @@ absl::Status Validate(const StateWrite& write, const JobSpec& spec) {
   for (size_t i = 0; i < write.parameters.size(); ++i) {
     const ParameterSpec& parameter = parameters[write.parameters[i]];
     if (!parameter.trainable) return wrong("names ", parameter.name, ", which is frozen");
-    const bool amsgrad = spec.groups[parameter.group].hyper_parameters.amsgrad;
-    if (!write.planes.empty() && write.planes.back() == Plane::kMaxExpAvgSq && !amsgrad) {
-      return wrong("names max_exp_avg_sq of ", parameter.name,
-                   ", whose group does not use amsgrad");
+    const HyperParameters& values = spec.groups[parameter.group].hyper_parameters;
+    for (const Plane plane : write.planes) {
+      if (HasPlane(values, plane)) continue;
+      return wrong("names ", Name(plane), " of ", parameter.name, ", whose group has ",
+                   NamesOf(PlanesOf(values)));
+    }
+    if (write.step == 0 && HoldsFirstUpdate(write)) {
+      return wrong("names momentum_buffer of ", parameter.name,
+                   ", which the first step sets; write it afterwards");
     }
     if (write.update_counts.empty()) continue;
     const int64_t count = write.update_counts[i];
@@ -213,6 +219,11 @@ absl::Status Validate(const StateWrite& write, const JobSpec& spec) {
     }
   }
   return absl::OkStatus();
+}
+
+bool HoldsFirstUpdate(const StateWrite& write) {
+  return write.update_counts.empty() &&
+         std::ranges::count(write.planes, Plane::kMomentumBuffer) > 0;
 }
 
 std::string WhatIsWritten(const StateWrite& write, const JobSpec& spec) {
@@ -239,6 +250,14 @@ std::vector<int> ChunksOf(const StateWrite& write, const Layout& layout) {
   return chunks;
 }
 
+bool AreValuesOf(const JobSpec& spec, const std::vector<HyperParameters>& values) {
+  return std::ranges::equal(
+      values, spec.groups, [](const HyperParameters& each, const GroupSpec& group) {
+        const HyperParameters& of_group = group.hyper_parameters;
+        return each.rule == of_group.rule && PlanesOf(each) == PlanesOf(of_group);
+      });
+}
+
 std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
   if (a.groups.size() != b.groups.size()) {
     return Differ("the number of groups", a.groups.size(), b.groups.size());
@@ -257,22 +276,25 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
       return Differ(absl::StrCat("return_dtype of group ", p.name), Name(p.return_dtype),
                     Name(q.return_dtype));
     }
-    // Unlike the other hyper-parameters it cannot change later: it decides how many planes there
-    // are.
-    if (p.hyper_parameters.amsgrad != q.hyper_parameters.amsgrad) {
-      return Differ(absl::StrCat("amsgrad of group ", p.name), p.hyper_parameters.amsgrad,
-                    q.hyper_parameters.amsgrad);
-    }
   }
-  // This value may change during a run, too. It is compared all the same, since it says which
-  // optimizer the trainer means.
   for (size_t i = 0; i < a.groups.size(); ++i) {
-    const auto optimizer_of = [i](const JobSpec& spec) {
-      return spec.groups[i].hyper_parameters.decoupled_weight_decay ? "AdamW" : "Adam";
-    };
-    if (optimizer_of(a) != optimizer_of(b)) {
-      return Differ(absl::StrCat("the optimizer of group ", a.groups[i].name), optimizer_of(a),
-                    optimizer_of(b));
+    const GroupSpec& p = a.groups[i];
+    const GroupSpec& q = b.groups[i];
+    // Between Adam and AdamW a group may change during a run. They are compared all the same, since
+    // they say which optimizer the trainer means.
+    if (TitleOf(p.hyper_parameters) != TitleOf(q.hyper_parameters)) {
+      return Differ(absl::StrCat("the optimizer of group ", p.name), TitleOf(p.hyper_parameters),
+                    TitleOf(q.hyper_parameters));
+    }
+    const std::string planes =
+        DifferenceOfPlanes(absl::StrCat("group ", p.name), p.hyper_parameters, q.hyper_parameters);
+    if (!planes.empty()) return planes;
+    // Like the planes it cannot change.
+    if (p.hyper_parameters.initial_accumulator_value !=
+        q.hyper_parameters.initial_accumulator_value) {
+      return Differ(absl::StrCat("initial_accumulator_value of group ", p.name),
+                    p.hyper_parameters.initial_accumulator_value,
+                    q.hyper_parameters.initial_accumulator_value);
     }
   }
   if (a.unused_policy != b.unused_policy) {

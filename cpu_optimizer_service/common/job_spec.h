@@ -3,7 +3,6 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -13,6 +12,7 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/plane.h"
 
 namespace ballast {
 
@@ -124,14 +124,6 @@ struct Derivation {
   bool operator==(const Derivation&) const = default;
 };
 
-// The fp32 planes of a parameter's state.
-enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq };
-inline constexpr int kMaxPlanes = 4;
-// "master", "exp_avg", ...
-inline constexpr std::array<absl::string_view, kMaxPlanes> kPlaneNames = {
-    "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-inline absl::string_view Name(Plane plane) { return kPlaneNames[static_cast<int>(plane)]; }
-
 // Planes of parameters to write between two steps. The step's number and the generation do not
 // change.
 struct StateWrite {
@@ -155,10 +147,17 @@ absl::Status CheckJobName(absl::string_view name);
 absl::Status Validate(const JobSpec& spec);
 absl::Status Validate(const FirstState& state, const JobSpec& spec);
 absl::Status Validate(const StateWrite& write, const JobSpec& spec);
+// SGD's first update sets momentum_buffer. So one that is written without update counts is that of a
+// first update: a count of 0 becomes 1, as in torch, which goes by whether the buffer is there.
+bool HoldsFirstUpdate(const StateWrite& write);
 // "exp_avg and exp_avg_sq of h.0.w and 3 more".
 std::string WhatIsWritten(const StateWrite& write, const JobSpec& spec);
 // The chunks that hold elements of the write, ascending.
 std::vector<int> ChunksOf(const StateWrite& write, const Layout& layout);
+
+// Whether these may be the groups' values at some step: of their rules, with their planes. Before it
+// is true, no values from elsewhere may be used.
+bool AreValuesOf(const JobSpec& spec, const std::vector<HyperParameters>& values);
 
 // Empty if the two describe the same training; else one line with the first difference, `a` first.
 // Hyper-parameters may differ, because they change during a run. The update mode may differ,

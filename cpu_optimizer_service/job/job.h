@@ -152,8 +152,7 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder,
                                                      FirstState state) = 0;
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. With moments as
-  // many values of exp_avg, of exp_avg_sq and, with amsgrad, of max_exp_avg_sq follow. Padding must
-  // be zero. The job is ready when every chunk has arrived; then it returns true. ABORTED: an
+  // many values of each further plane of the group follow (PlanesOf). Padding must be zero. The job is ready when every chunk has arrived; then it returns true. ABORTED: an
   // uploader is given that does not have the chunk's rank any more. FAILED_PRECONDITION: another
   // rank has begun with another state since. If another process or session takes a rank, its
   // weights are dropped; if the generation rises, all ranks' are.

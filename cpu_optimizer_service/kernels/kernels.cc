@@ -28,7 +28,7 @@ HWY_AFTER_NAMESPACE();
 namespace ballast {
 namespace {
 
-HWY_EXPORT(UpdateForDecay);
+HWY_EXPORT(UpdateAdamRun);
 HWY_EXPORT(BlockSums);
 HWY_EXPORT(Accumulate);
 HWY_EXPORT(Sum);
@@ -45,9 +45,22 @@ const std::vector<int64_t>& MachineTargets() {
 }  // namespace
 
 void UpdateAdam(const AdamRun& run, RedoWriter* redo) {
-  // Flushing cannot show in a result (adam.h), and spares the hardware's slow path for denormals.
+  const RuleRun arrays = {
+      .elements = run.elements,
+      .gradient = run.gradient,
+      .gradient_dtype = run.gradient_dtype,
+      .from = {run.master, run.exp_avg, run.exp_avg_sq, run.max_exp_avg_sq},
+      .to = {run.new_master, run.new_exp_avg, run.new_exp_avg_sq, run.new_max_exp_avg_sq},
+      .shard = run.shard,
+      .shard_dtype = run.shard_dtype};
+  UpdateAdam(arrays, run.scalars, redo);
+}
+
+void UpdateAdam(const RuleRun& run, const AdamScalars& scalars, RedoWriter* redo) {
+  // Flushing cannot show in a result (common/rules/arithmetic.h), and spares the hardware's slow path
+  // for denormals.
   const ScopedFloatingPointMode mode(Denormals::kFlush);
-  HWY_DYNAMIC_DISPATCH(UpdateForDecay)(run, redo);
+  HWY_DYNAMIC_DISPATCH(UpdateAdamRun)(run, scalars, redo);
 }
 
 void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums) {

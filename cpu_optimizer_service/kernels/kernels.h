@@ -12,8 +12,9 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "cpu_optimizer_service/kernels/redo_lane.h"
 
 namespace ballast {
@@ -21,6 +22,9 @@ namespace ballast {
 // UpdateAdamReference, vectorised. With `redo`, of an update in place, each turn is recorded before
 // its first store to the planes.
 void UpdateAdam(const AdamRun& run, RedoWriter* redo = nullptr);
+void UpdateAdam(const RuleRun& run, const AdamScalars& scalars, RedoWriter* redo);
+// The same of UpdateReference, for any rule.
+void UpdateByRule(const RuleRun& run, RedoWriter* redo = nullptr);
 
 // sums[b] = BlockSumOfSquaresReference of block b of `gradient`; sums.size() blocks.
 void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums);

@@ -69,7 +69,7 @@ absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
                     const CheckpointIndex::File& file) {
   // The planes whose square root the update takes. Values are looked at although there is a
   // checksum, because other programs write checkpoints as well (ballast.torch.to_checkpoint).
-  const bool squares = file.plane == Plane::kExpAvgSq || file.plane == Plane::kMaxExpAvgSq;
+  const bool squares = IsOfSquares(file.plane);
   BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
                            opened.Examine(/*negative_is_bad=*/squares));
   if (contents.crc32 != file.written.crc32) {
@@ -172,20 +172,16 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
 
 absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t offset,
                               absl::Span<float> out) const {
-  const auto files = planes_.find(plane);
-  if (files == planes_.end()) {  // Of weights alone.
-    std::fill(out.begin(), out.end(), 0.0f);
-    return absl::OkStatus();
-  }
   if (out.empty()) return absl::OkStatus();
-  const std::vector<Piece>& pieces = files->second.pieces.at(parameter);
+  const PlaneFiles& files = planes_.at(plane);
+  const std::vector<Piece>& pieces = files.pieces.at(parameter);
   // The last one that begins there or before.
   auto piece = std::ranges::upper_bound(pieces, offset, {}, &Piece::begin);
   for (--piece; !out.empty(); ++piece) {
     const int64_t within = offset - piece->begin;
     const int64_t some = std::min(static_cast<int64_t>(out.size()), piece->elements - within);
     BALLAST_RETURN_IF_ERROR(
-        files->second.files[piece->file].Read(parameter, piece->offset + within, out.first(some)));
+        files.files[piece->file].Read(parameter, piece->offset + within, out.first(some)));
     offset += some;
     out.remove_prefix(some);
   }

@@ -1,5 +1,5 @@
 // A checkpoint: a directory with safetensors files of each plane and index.json. The planes are
-// master, exp_avg, exp_avg_sq, and max_exp_avg_sq if a group has amsgrad; a file is
+// those of its groups' rules; a file is
 // master.safetensors, or master-00001-of-00003.safetensors and so on. The index has the step, the
 // generation, the groups' hyper-parameters, the parameters' shapes and update counts, the trainer's
 // state, the record of the last step, and the size and CRC-32 of every file. Tensors are logical,
@@ -32,15 +32,15 @@ class Checkpoint {
   using Needs = std::function<bool(const std::string& parameter, int64_t begin, int64_t elements)>;
 
   // Reads the index and checks every file against it, several at once: sizes, checksums, finite
-  // values, no negative exp_avg_sq. Of files without anything that `needs` wants only the sizes. `most_bytes`: of the index, and of each file's header
-  // (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
+  // values, no negative squares. Of files without anything that `needs` wants only the sizes.
+  // `most_bytes`: of the index, and of each file's header (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
   static absl::StatusOr<Checkpoint> Open(FileSystem& file_system, const std::string& directory,
                                          int64_t most_bytes, const Needs& needs = nullptr);
 
   // Hugging Face's safetensors with only weights, in fp32, bf16 or fp16: a file, or a directory
   // with model.safetensors, or with model.safetensors.index.json and its files. `index` has the
-  // wanted parameters, without its files. All planes except the master weights are zeros. Other
-  // tensors are ignored. NOT_FOUND: nothing there. FAILED_PRECONDITION: a parameter is missing, or
+  // wanted parameters, without its files. It has the master weights alone. Other tensors are
+  // ignored. NOT_FOUND: nothing there. FAILED_PRECONDITION: a parameter is missing, or
   // has another shape. DATA_LOSS: damaged, or a weight is not finite. `hashes`: the index gets a
   // SHA-256 of the weights.
   static absl::StatusOr<Checkpoint> OpenWeights(FileSystem& file_system, const std::string& path,
@@ -48,6 +48,8 @@ class Checkpoint {
                                                 bool hashes = false);
 
   const CheckpointIndex& index() const { return index_; }
+  // Whether it has a plane of its groups; false for some of OpenWeights.
+  bool has(Plane plane) const { return planes_.contains(plane); }
   absl::Status Read(const std::string& parameter, Plane plane, int64_t offset,
                     absl::Span<float> out) const;
 

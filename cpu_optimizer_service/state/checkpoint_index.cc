@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
@@ -23,11 +24,10 @@ constexpr char kSuffix[] = ".safetensors";
 // Of all that ToJson writes.
 constexpr int kVersion = 1;
 
-bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
-  for (const CheckpointIndex::Group& candidate : index.groups) {
-    if (candidate.name == group) return candidate.hyper_parameters.amsgrad;
-  }
-  return false;
+bool HasPlane(const CheckpointIndex& index, const std::string& group, Plane plane) {
+  return std::ranges::any_of(index.groups, [&](const CheckpointIndex::Group& candidate) {
+    return candidate.name == group && ballast::HasPlane(candidate.hyper_parameters, plane);
+  });
 }
 
 // SHA-256 over the index without its own checksum, as it is dumped: keys are sorted, numbers read
@@ -42,8 +42,9 @@ std::string Digest(json index) {
 }
 
 json ToJson(const HyperParameters& values) {
-  json result;
-  ForEachHyperParameter([&](const char* name, auto value) { result[name] = value; }, values);
+  json result = {{"rule", RowOf(values.rule).name}};
+  ForEachOf(
+      values.rule, [&](const char* name, auto value) { result[name] = value; }, values);
   return result;
 }
 
@@ -78,10 +79,15 @@ json ToJson(const std::optional<StepRecord>& record) {
           {"hyper_parameters", groups}};
 }
 
+// Before there were others, it was not written.
+std::string RuleIn(const json& values) { return values.value("rule", "adam"); }
+
 HyperParameters HyperParametersFromJson(const json& values) {
-  HyperParameters result;
-  ForEachHyperParameter([&](const char* name, auto& value) { values.at(name).get_to(value); },
-                        result);
+  const std::optional<Rule> rule = FindRule(RuleIn(values));
+  if (!rule.has_value()) throw json::other_error::create(501, "unknown rule", nullptr);
+  HyperParameters result = DefaultsOf(*rule);
+  ForEachOf(
+      *rule, [&](const char* name, auto& value) { values.at(name).get_to(value); }, result);
   return result;
 }
 
@@ -290,6 +296,33 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
   return absl::OkStatus();
 }
 
+// The groups have rules that this service knows. A rule of a newer one is no damage, as a newer
+// format is none.
+absl::Status CheckRules(const json& index, const std::string& path) {
+  try {
+    std::set<std::string> names;
+    for (const json& group : index.at("groups")) {
+      const std::string rule = RuleIn(group.at("hyper_parameters"));
+      if (!FindRule(rule).has_value()) {
+        return absl::FailedPreconditionError(absl::StrCat(path, " has a group with the rule ", rule,
+                                                          ", but this service knows ", RuleNames(),
+                                                          "; load it with a newer ballastd"));
+      }
+      names.insert(group.at("name").get<std::string>());
+    }
+    bool whole = names.size() == index.at("groups").size();
+    for (const json& parameter : index.at("parameters")) {
+      whole = whole && names.contains(parameter.at("group").get<std::string>());
+    }
+    if (whole) return absl::OkStatus();
+  } catch (const json::exception&) {
+    return absl::DataLossError(
+        absl::StrCat(path, " is damaged: a field is absent or of another kind"));
+  }
+  return absl::DataLossError(
+      absl::StrCat(path, " is damaged: it lists a group twice, or not the group of a parameter"));
+}
+
 }  // namespace
 
 std::string IndexPath(const std::string& directory) {
@@ -297,7 +330,7 @@ std::string IndexPath(const std::string& directory) {
 }
 
 bool IsFileOf(Plane plane, absl::string_view name) {
-  return static_cast<int>(plane) < kMaxPlanes && absl::ConsumePrefix(&name, Name(plane)) &&
+  return static_cast<int>(plane) < kPlaneKinds && absl::ConsumePrefix(&name, Name(plane)) &&
          absl::ConsumeSuffix(&name, kSuffix) && (name.empty() || name.front() == '-') &&
          name.find('/') == name.npos;
 }
@@ -306,22 +339,18 @@ bool IsFileOf(Plane plane, absl::string_view name) {
 std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane) {
   std::vector<int> parameters;
   for (int i = 0; i < static_cast<int>(index.parameters.size()); ++i) {
-    if (plane != Plane::kMaxExpAvgSq || HasAmsgrad(index, index.parameters[i].group)) {
-      parameters.push_back(i);
-    }
+    if (HasPlane(index, index.parameters[i].group, plane)) parameters.push_back(i);
   }
   return parameters;
 }
 
 std::vector<Plane> PlanesOf(const CheckpointIndex& index) {
-  std::vector<Plane> planes = {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq};
+  std::set<Plane> planes = {Plane::kMaster};
   for (const CheckpointIndex::Group& group : index.groups) {
-    if (group.hyper_parameters.amsgrad) {
-      planes.push_back(Plane::kMaxExpAvgSq);
-      break;
-    }
+    const PlaneList of_group = PlanesOf(group.hyper_parameters);
+    planes.insert(of_group.begin(), of_group.end());
   }
-  return planes;
+  return {planes.begin(), planes.end()};
 }
 
 std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes,
@@ -394,6 +423,7 @@ absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::st
     return absl::DataLossError(
         absl::StrCat(path, " does not match its own checksum; use another checkpoint"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckRules(parsed, path));
   CheckpointIndex index;
   // Fields are taken without a look at each: json throws where one is absent or of another type.
   try {

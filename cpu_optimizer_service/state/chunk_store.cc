@@ -106,7 +106,7 @@ absl::Status ChunkStore::Impl::TakeOver() {
     if (found == versions.end()) return nullptr;
     ChunkVersion* const version = found->second;
     const bool unused = !version->published && !version->previous;
-    return unused && slots->AreOfOneSize(version->home, chunk) ? version : nullptr;
+    return unused && slots->AreOfOneKind(version->home, chunk) ? version : nullptr;
   };
   // Each version is marked as soon as it is found, so that `find` sees a second word that names it.
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {

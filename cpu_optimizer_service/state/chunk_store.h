@@ -74,8 +74,7 @@ class ChunkStore {
   };
 
   struct Options {
-    // Per group: 3 planes, or 4 with amsgrad.
-    std::vector<int> planes;
+    std::vector<PlaneList> planes;  // By group.
     // Also allocates a second slot for each chunk, so that fresh versions need no further memory.
     bool second_versions = false;
     // Keeps each chunk's version before the published one, in a further slot.

@@ -4,13 +4,13 @@
 
 #include <array>
 
-#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/plane.h"
 
 namespace ballast {
 
-// The fp32 planes of one chunk; those that a group does not use are null.
+// The fp32 planes of one chunk, by kind; those that a group does not have are null.
 struct Slot {
-  std::array<float*, kMaxPlanes> planes = {};
+  std::array<float*, kPlaneKinds> planes = {};
   float* operator[](Plane plane) const { return planes[static_cast<int>(plane)]; }
 };
 

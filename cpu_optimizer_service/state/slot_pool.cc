@@ -10,6 +10,7 @@
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/common/text/activity.h"
@@ -47,7 +48,7 @@ int64_t BatchHeaderBytes(int64_t slots) {
 
 int64_t SlotBytesOf(const Layout& layout, const ChunkStore::Options& options, int chunk) {
   const Chunk& of = layout.chunks()[chunk];
-  return SlotBytes(of.elements, options.planes[of.group]);
+  return SlotBytes(of.elements, static_cast<int>(options.planes[of.group].size()));
 }
 
 uint32_t CheckOf(uint64_t first_slot, absl::Span<const uint32_t> numbers) {
@@ -59,11 +60,12 @@ uint32_t CheckOf(uint64_t first_slot, absl::Span<const uint32_t> numbers) {
   return static_cast<uint32_t>(ChecksumOf(bytes(of)) >> 32);
 }
 
-Slot MakeSlot(std::byte* memory, int64_t elements, int planes) {
+Slot MakeSlot(std::byte* memory, int64_t elements, PlaneList planes) {
   Slot slot;
-  for (int plane = 0; plane < planes; ++plane) {
+  for (size_t place = 0; place < planes.size(); ++place) {
     // A plane begins behind all that the planes before it take.
-    slot.planes[plane] = reinterpret_cast<float*>(memory + SlotBytes(elements, plane));
+    slot.planes[static_cast<int>(planes[place])] =
+        reinterpret_cast<float*>(memory + SlotBytes(elements, static_cast<int>(place)));
   }
   return slot;
 }
@@ -79,12 +81,14 @@ absl::StatusOr<std::unique_ptr<SlotPool>> SlotPool::Create(const Layout& layout,
   if (options.keep_previous) BALLAST_RETURN_IF_ERROR(pool->Allocate(2));
   const int chunks = static_cast<int>(layout.chunks().size());
   pool->free_.resize(chunks);
-  std::map<std::pair<int64_t, int>, int> classes;  // By elements and planes.
+  std::map<std::pair<int64_t, std::vector<Plane>>, int> kinds;  // By elements and planes.
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const std::pair size(layout.chunks()[chunk].elements, pool->PlanesOf(chunk));
-    pool->size_class_.push_back(classes.try_emplace(size, classes.size()).first->second);
+    const PlaneList planes = pool->PlanesOf(chunk);
+    const std::pair kind(layout.chunks()[chunk].elements,
+                         std::vector<Plane>(planes.begin(), planes.end()));
+    pool->kind_.push_back(kinds.try_emplace(kind, kinds.size()).first->second);
   }
-  pool->free_count_.resize(classes.size());
+  pool->free_count_.resize(kinds.size());
   return pool;
 }
 
@@ -104,7 +108,7 @@ absl::Status SlotPool::Allocate(int place) {
     // Counted as if all places were there, so that a number means the same slot whatever a job has.
     version.number = static_cast<uint32_t>(place * chunks + chunk);
     version.slot = MakeSlot(memory, elements, PlanesOf(chunk));
-    memory += SlotBytes(elements, PlanesOf(chunk));
+    memory += SlotBytesOf(layout_, options_, chunk);
   }
   return absl::OkStatus();
 }
@@ -112,10 +116,10 @@ absl::Status SlotPool::Allocate(int place) {
 ChunkVersion* SlotPool::TakeFree(int chunk) {
   if (!HasFree(chunk)) return nullptr;
   const auto take = [&](int home) -> ChunkVersion* {
-    if (!AreOfOneSize(home, chunk)) return nullptr;
+    if (!AreOfOneKind(home, chunk)) return nullptr;
     for (ChunkVersion*& place : free_[home]) {
       if (place == nullptr) continue;
-      --free_count_[size_class_[chunk]];
+      --free_count_[kind_[chunk]];
       return std::exchange(place, nullptr);
     }
     return nullptr;
@@ -127,7 +131,7 @@ ChunkVersion* SlotPool::TakeFree(int chunk) {
   for (int home = chunk - 1; home >= 0; --home) {
     if (ChunkVersion* version = take(home); version != nullptr) return version;
   }
-  // HasFree counted one of this class, so a loop above has found it.
+  // HasFree counted one of this kind, so a loop above has found it.
   Check(false, "a chunk that needs a place has one");
   return nullptr;
 }
@@ -143,7 +147,7 @@ void SlotPool::Retire(ChunkVersion* version, Freed& freed) {
   // A home has as many entries as versions, so one of them is empty.
   auto& places = free_[version->home];
   *std::find(places.begin(), places.end(), nullptr) = version;
-  ++free_count_[size_class_[version->home]];
+  ++free_count_[kind_[version->home]];
 }
 
 void SlotPool::RetireUnused(Freed& freed) {
@@ -165,8 +169,7 @@ absl::StatusOr<ChunkVersion*> SlotPool::TakeFresh(int chunk) {
     return one[0];
   }
   const int64_t elements = layout_.chunks()[chunk].elements;
-  const int planes = PlanesOf(chunk);
-  const int64_t bytes = SlotBytes(elements, planes);
+  const int64_t bytes = SlotBytesOf(layout_, options_, chunk);
   auto version = std::make_unique<ChunkVersion>();
   BALLAST_ASSIGN_OR_RETURN(
       version->reservation,
@@ -175,7 +178,7 @@ absl::StatusOr<ChunkVersion*> SlotPool::TakeFresh(int chunk) {
   // Its pages come with the update that writes it, from the node of the thread that does.
   BALLAST_ASSIGN_OR_RETURN(version->arena,
                            arenas_.Create(bytes, options_.owner, ArenaFactory::Touch::kLater));
-  version->slot = MakeSlot(version->arena->data(), elements, planes);
+  version->slot = MakeSlot(version->arena->data(), elements, PlanesOf(chunk));
   ChunkVersion* const fresh = version.get();
   others_.emplace(fresh, std::move(version));
   return fresh;
@@ -245,7 +248,7 @@ std::vector<int> SlotPool::WithoutFree(absl::Span<const int> chunks) const {
   std::vector<int> without;
   std::vector<int64_t> left = free_count_;
   for (const int chunk : chunks) {
-    if (--left[size_class_[chunk]] < 0) without.push_back(chunk);
+    if (--left[kind_[chunk]] < 0) without.push_back(chunk);
   }
   return without;
 }
@@ -265,10 +268,9 @@ std::vector<ChunkVersion*> SlotPool::AddBatch(std::unique_ptr<Arena> memory,
   for (uint64_t i = 0; i < header.slots; ++i) {
     const int chunk = static_cast<int>(numbers[i]);
     const int64_t elements = layout_.chunks()[chunk].elements;
-    const int planes = PlanesOf(chunk);
     auto version = std::make_unique<ChunkVersion>();
-    version->slot = MakeSlot(at, elements, planes);
-    at += SlotBytes(elements, planes);
+    version->slot = MakeSlot(at, elements, PlanesOf(chunk));
+    at += SlotBytesOf(layout_, options_, chunk);
     version->number = static_cast<uint32_t>(header.first_slot + i);
     version->home = chunk;
     version->batch = batch;

@@ -65,9 +65,9 @@ class SlotPool {
   ChunkVersion* second(int chunk) { return &places_[1][chunk]; }
   ChunkVersion* third(int chunk) { return &places_[2][chunk]; }
   // Whether the chunks' versions are interchangeable.
-  bool AreOfOneSize(int chunk, int other) const { return size_class_[chunk] == size_class_[other]; }
+  bool AreOfOneKind(int chunk, int other) const { return kind_[chunk] == kind_[other]; }
 
-  bool HasFree(int chunk) const { return free_count_[size_class_[chunk]] > 0; }
+  bool HasFree(int chunk) const { return free_count_[kind_[chunk]] > 0; }
   // The free version nearest to a chunk's own; null: no free one of its size.
   ChunkVersion* TakeFree(int chunk);
   // A free one, or a new one. RESOURCE_EXHAUSTED: there is no room.
@@ -111,7 +111,7 @@ class SlotPool {
 
   SlotPool(const Layout& layout, const ChunkStore::Options& options, ArenaFactory& arenas)
       : layout_(layout), options_(options), arenas_(arenas) {}
-  int PlanesOf(int chunk) const { return options_.planes[layout_.chunks()[chunk].group]; }
+  PlaneList PlanesOf(int chunk) const { return options_.planes[layout_.chunks()[chunk].group]; }
   absl::Status Allocate(int place);
   absl::Status TakeOverBatch(const std::string& label, Numbered& all);
   // The slots of a batch, in their order, as unused versions.
@@ -125,8 +125,8 @@ class SlotPool {
   std::array<std::vector<ChunkVersion>, kPlaces> places_;     // By home; empty without an arena.
   std::unordered_map<ChunkVersion*, std::unique_ptr<ChunkVersion>> others_;
   std::vector<std::array<ChunkVersion*, kPlaces>> free_;  // By home; may be null.
-  std::vector<int> size_class_;                           // By chunk.
-  std::vector<int64_t> free_count_;                       // By size class.
+  std::vector<int> kind_;                                 // By chunk: of equal slots.
+  std::vector<int64_t> free_count_;                       // By kind.
   std::vector<std::weak_ptr<SlotBatch>> batches_;
   size_t most_batches_ = 16;  // Before released ones are removed.
   uint64_t end_slot_ = 0;     // Of the last one.

@@ -5,10 +5,13 @@
 
 namespace ballast {
 
-bool Snapshot::has_plane(int parameter, Plane plane) const {
+PlaneList Snapshot::planes(int parameter) const {
   const ParameterSpec& spec = layout_->spec().parameters[parameter];
-  if (!spec.trainable) return false;
-  return plane != Plane::kMaxExpAvgSq || amsgrad_[spec.group];
+  return spec.trainable ? planes_[spec.group] : PlaneList();
+}
+
+bool Snapshot::has_plane(int parameter, Plane plane) const {
+  return std::ranges::count(planes(parameter), plane) > 0;
 }
 
 void Snapshot::Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const {

@@ -26,6 +26,7 @@ class Snapshot {
   uint64_t loads() const { return loads_; }  // And undos.
   // The parameter's number of updates; 0 for a frozen one.
   int64_t update_count(int parameter) const { return update_counts_.at(parameter); }
+  PlaneList planes(int parameter) const;  // Empty for a frozen one.
   bool has_plane(int parameter, Plane plane) const;
 
   // Elements [offset, offset + out.size()) of a plane of one of the snapshot's parameters. The
@@ -42,7 +43,7 @@ class Snapshot {
   uint64_t loads_ = 0;
   std::unordered_map<int, int64_t> update_counts_;
   std::unordered_map<int, ChunkPin> pins_;  // By chunk.
-  std::vector<bool> amsgrad_;               // By group.
+  std::vector<PlaneList> planes_;           // By group.
 };
 
 // Statistics of these elements of a plane, computed without copying them out.

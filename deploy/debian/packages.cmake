@@ -45,7 +45,7 @@ function(ballast_package component name text)
 endfunction()
 
 ballast_package(service ballastd "Optimizer service for training: the service
-Holds the fp32 master weights and the Adam state of training runs, takes
+Holds the fp32 master weights and the optimizer state of training runs, takes
 gradients and streams updated weights back. Runs under systemd as the user
 ballast." "adduser, init-system-helpers (>= 1.52)")
 ballast_package(cli ballast "Optimizer service for training: the command line tool

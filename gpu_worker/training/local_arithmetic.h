@@ -17,10 +17,10 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/rounding.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 
 namespace ballast::worker {
 

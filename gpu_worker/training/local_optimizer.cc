@@ -7,8 +7,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/overflow.h"
 #include "gpu_worker/base/stopwatch.h"
@@ -60,7 +61,8 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
       used_(layout.spec().parameters.size()),
       update_counts_(layout.spec().parameters.size(), 0) {
   for (const GroupSpec& group : groups_) {
-    Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
+    const HyperParameters& values = group.hyper_parameters;
+    Check(values.rule == Rule::kAdam && !values.amsgrad, "the local optimizer has Adam alone");
   }
   // Some blocks lie whole with one rank: that rank sums them, and only the sums travel. The edges
   // of ranks' ranges cut the rest, whose gradient itself has to travel. Every rank makes the same
@@ -91,9 +93,9 @@ absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
   std::vector<double> all(largest.size() * collective_.world_size());
   BALLAST_RETURN_IF_ERROR(Gather<double>(collective_, largest, absl::MakeSpan(all)));
   // Moments begin with zeros.
-  bounds_.assign(groups_.size(), {.master = 0, .exp_avg = 0, .exp_avg_sq = 0});
+  bounds_.assign(groups_.size(), {.planes = {}});
   for (size_t i = 0; i < all.size(); ++i) {
-    double& master = bounds_[i % groups_.size()].master;
+    double& master = bounds_[i % groups_.size()].planes[0];
     master = std::max(master, all[i]);
   }
   return arithmetic_->Finish();
@@ -102,8 +104,9 @@ absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
 absl::Status LocalOptimizer::BeginStep(const StepSettings& settings) {
   scale_ = settings.scale;
   for (const auto& [group, overrides] : settings.overrides) {
-    groups_[group].hyper_parameters = Apply(groups_[group].hyper_parameters, overrides);
-    BALLAST_RETURN_IF_ERROR(Validate(groups_[group].hyper_parameters));
+    HyperParameters& values = groups_[group].hyper_parameters;
+    BALLAST_RETURN_IF_ERROR(ValidateChanges(values, overrides));
+    values = Apply(values, overrides);
   }
   std::fill(used_.begin(), used_.end(), 0.0);
   for (const int index : my_chunks()) ledger_[index] = {};
@@ -386,7 +389,7 @@ absl::StatusOr<std::string> LocalOptimizer::TryUpdate(absl::Span<StateBounds> bo
   for (StateBounds& of_group : bounds) {
     // These bounds are measured and not estimated: each becomes the largest value that the update
     // leaves.
-    if (!of_group.finite()) of_group = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
+    if (!of_group.finite()) of_group = {.planes = {}};
   }
   Trial first(groups);
   int first_rank = 0;
@@ -398,10 +401,10 @@ absl::StatusOr<std::string> LocalOptimizer::TryUpdate(absl::Span<StateBounds> bo
       first_rank = rank;
     }
     for (int group = 0; group < groups; ++group) {  // 0 where none was tried.
-      StateBounds& of_group = bounds[group];
-      of_group.exp_avg = std::max(of_group.exp_avg, trial.largest(group, 0));
-      of_group.exp_avg_sq = std::max(of_group.exp_avg_sq, trial.largest(group, 1));
-      of_group.master = std::max(of_group.master, trial.largest(group, 2));
+      std::array<double, kMaxPlanes>& of_group = bounds[group].planes;
+      of_group[0] = std::max(of_group[0], trial.largest(group, 2));
+      of_group[1] = std::max(of_group[1], trial.largest(group, 0));
+      of_group[2] = std::max(of_group[2], trial.largest(group, 1));
     }
   }
   if (!first.overflows()) return std::string();

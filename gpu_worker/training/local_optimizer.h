@@ -23,8 +23,8 @@ namespace ballast::worker {
 
 class LocalOptimizer final : public StepOptimizer {
  public:
-  // `layout` and `collective` are borrowed until destruction. amsgrad is not supported: the
-  // trainer's jobs have none.
+  // `layout` and `collective` are borrowed until destruction. All groups have the rule
+  // adam, without amsgrad: the trainer's jobs have no other.
   LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
                  std::unique_ptr<LocalArithmetic> arithmetic);
 

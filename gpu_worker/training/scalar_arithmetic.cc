@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 
 namespace ballast::worker {
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -57,7 +58,8 @@ void StateReader::Opened(absl::StatusOr<Snapshot> snapshot) {
   snapshot_ = *std::move(snapshot);
   if (snapshot_.has_plane(parameter_.index, plane_)) return Begin();
   End(absl::InvalidArgumentError(absl::StrCat(request_.name(), " has no plane ", Name(plane_),
-                                              ": its group does not use amsgrad")));
+                                              "; it has ",
+                                              NamesOf(snapshot_.planes(parameter_.index)))));
 }
 
 bool StateReader::Fill(v1::ReadStateResponse& message) {

@@ -95,9 +95,7 @@ v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snap
   response.set_update_count(snapshot.update_count(parameter.index));
   if (!parameter.spec().trainable) return response;
   const std::vector<ElementRange> here = ElementsHere(*parameter.job, parameter.index);
-  for (const Plane plane :
-       {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq, Plane::kMaxExpAvgSq}) {
-    if (!snapshot.has_plane(parameter.index, plane)) continue;
+  for (const Plane plane : snapshot.planes(parameter.index)) {
     *response.add_planes() =
         proto::ToProto(Summarize(snapshot, parameter.index, here, plane), plane, with_sums);
   }

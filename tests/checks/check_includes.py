@@ -30,7 +30,7 @@ ALLOWED = {
 ROOMS = {
     "cpu_optimizer_service": ("front", "job/impl", "job/update", "job/state", "job/kept", "job/members", "job/core", "job", "job/step",
                               "state", "gradients", "kernels", "host", "common/history",
-                              "common/plan", "common/norm", "common/text", "common/system", "common/limits",
+                              "common/plan", "common/rules", "common/norm", "common/text", "common/system", "common/limits",
                               "common"),
     "server": ("ballastd", "holder", "status", "jobs", "cluster", "members", "train", "shared_memory", "front", "access"),
     "client": ("cli/support", "cli", "cli/terminal", "c_api", "tensors", "calls", "session", "transport", "front"),

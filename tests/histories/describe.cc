@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "tests/histories/history.h"
 
 namespace ballast::histories {
@@ -86,17 +87,11 @@ const char* Name(UnusedPolicy policy) {
 
 std::string Text(const HyperParameterOverrides& changes) {
   std::string text;
-  const auto add = [&](const char* name, const auto& value) {
-    if (value.has_value()) absl::StrAppend(&text, text.empty() ? "" : " ", name, "=", *value);
-  };
-  add("lr", changes.lr);
-  add("beta1", changes.beta1);
-  add("beta2", changes.beta2);
-  add("eps", changes.eps);
-  add("weight_decay", changes.weight_decay);
-  add("decoupled", changes.decoupled_weight_decay);
-  add("bias_correction", changes.bias_correction);
-  add("maximize", changes.maximize);
+  ForEachHyperParameter(
+      [&](const char* name, const auto& value) {
+        if (value.has_value()) absl::StrAppend(&text, text.empty() ? "" : " ", name, "=", *value);
+      },
+      changes);
   return text.empty() ? "nothing" : text;
 }
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu_optimizer_service/common/rule.h"
 #include "tests/histories/random.h"
 
 namespace ballast::histories {
@@ -38,6 +39,60 @@ HyperParameterOverrides AnyChanges(Random& random) {
   if (random.OneIn(5)) changes.bias_correction = random.OneIn(2);
   if (random.OneIn(5)) changes.maximize = random.OneIn(2);
   return changes;
+}
+
+// `values` of Adam, as values of another rule.
+HyperParameters WithOtherRule(Random& random, const HyperParameters& values) {
+  const Rule rule = random.Pick({Rule::kSgd, Rule::kLion, Rule::kAdagrad, Rule::kSignSgd});
+  HyperParameters other = DefaultsOf(rule);
+  ForEachOf(
+      rule, [](const char*, auto& to, const auto& from) { to = from; }, other, values);
+  if (rule == Rule::kSgd && !random.OneIn(3)) {
+    other.momentum = 0.5 + 0.01 * random.Below(49);
+    other.nesterov = random.OneIn(2);
+    if (!other.nesterov) other.dampening = 0.1 * random.Below(8);
+  }
+  if (rule == Rule::kAdagrad) {
+    other.lr_decay = random.Pick({0.0, 0.1});
+    other.initial_accumulator_value = random.Pick({0.0, 0.25});
+  }
+  return other;
+}
+
+// Leaves out what the rule does not have, and changes what it has instead.
+void FitToRule(Random& random, const HyperParameters& values, HyperParameterOverrides& changes) {
+  const RuleRow& row = RowOf(values.rule);
+  ForEachHyperParameter(
+      [&](const char* name, auto& change) {
+        if (!row.has(name)) change.reset();
+      },
+      changes);
+  if (values.momentum > 0 && random.OneIn(2)) changes.momentum = 0.5 + 0.01 * random.Below(49);
+  if (row.has("lr_decay") && random.OneIn(2)) changes.lr_decay = 0.05 * random.Below(5);
+}
+
+// Half the groups of half the jobs get other rules. By numbers of its own: what else happens in a
+// history of some seed does not depend on its rules.
+void MixRules(History& history) {
+  Random random(Mix(history.seed) + 1);
+  std::vector<GroupPlan>& groups = history.job.groups;
+  if (random.OneIn(2)) return;
+  for (GroupPlan& group : groups) {
+    HyperParameters& values = group.hyper_parameters;
+    if (random.OneIn(2)) values = WithOtherRule(random, values);
+  }
+  const auto fit = [&](int group, HyperParameterOverrides& changes) {
+    const HyperParameters& values = groups[group].hyper_parameters;
+    if (values.rule != Rule::kAdam) FitToRule(random, values, changes);
+  };
+  for (Attempt& attempt : history.attempts) {
+    for (auto& [group, changes] : attempt.overrides) fit(group, changes);
+    for (auto& [group, changes] : attempt.vote.overrides) fit(group, changes);
+    for (Event& event : attempt.events) {
+      if (event.kind != EventKind::kOperator) continue;
+      fit(event.pick % static_cast<int>(groups.size()), event.changes);
+    }
+  }
 }
 
 int64_t AnySize(Random& random) {
@@ -271,6 +326,7 @@ History Generate(uint64_t seed) {
   if (random.OneIn(2)) {
     history.job.sharding = static_cast<ShardingPlan>(random.Below(kShardingPlans));
   }
+  MixRules(history);
   return history;
 }
 

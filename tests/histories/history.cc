@@ -141,13 +141,20 @@ float FirstWeight(const ParameterPlan& parameter, int64_t element) {
 StateWrite WriteOf(const JobPlan& job, const Attempt& attempt, uint64_t step) {
   StateWrite write = {.step = step};
   const uint64_t bits = Mix(attempt.write_seed);
-  for (const Plane plane : {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}) {
-    if ((bits >> static_cast<int>(plane) & 1) != 0) write.planes.push_back(plane);
+  const auto planes_of = [&](const ParameterPlan& parameter) {
+    return PlanesOf(job.groups[parameter.group].hyper_parameters);
+  };
+  // Those of one parameter. Others take part if they have them all.
+  const PlaneList planes = planes_of(job.parameters[bits % job.parameters.size()]);
+  for (size_t place = 0; place < std::min<size_t>(3, planes.size()); ++place) {
+    if ((bits >> place & 1) != 0) write.planes.push_back(planes[place]);
   }
-  const bool counts = (bits >> 3 & 1) != 0 || write.planes.empty();
+  bool counts = (bits >> 3 & 1) != 0 || write.planes.empty();
+  if (step == 0 && HoldsFirstUpdate(write)) counts = true;
   for (size_t p = 0; p < job.parameters.size() && attempt.write_seed != 0; ++p) {
     const ParameterPlan& parameter = job.parameters[p];
     if (!parameter.trainable || (bits >> (8 + parameter.id) & 1) == 0) continue;
+    if (!std::ranges::includes(planes_of(parameter), write.planes)) continue;
     write.parameters.push_back(static_cast<int>(p));
     if (counts)
       write.update_counts.push_back(static_cast<int64_t>((bits >> parameter.id) % (step + 1)));
@@ -160,7 +167,7 @@ float WrittenValue(const Attempt& attempt, Plane plane, const ParameterPlan& par
   const float value =
       UnitValue(Mix(attempt.write_seed + 4 * Mix(parameter.id) + static_cast<uint64_t>(plane)) +
                 static_cast<uint64_t>(element));
-  return plane == Plane::kExpAvgSq ? value * value : value;
+  return IsOfSquares(plane) ? value * value : value;
 }
 
 std::vector<int> LeftOutOf(const JobPlan& job, const Attempt& attempt) {

@@ -4,10 +4,10 @@
 #include <cmath>
 #include <utility>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "tests/support/block_sums.h"
 
 namespace ballast::histories {
@@ -17,14 +17,16 @@ Model::Model(const JobPlan& job) : job_(job), later_changes_(job.groups.size()) 
   for (const ParameterPlan& parameter : job.parameters) {
     ParameterState& state = state_.parameters.emplace_back();
     if (!parameter.trainable) continue;
-    for (int64_t i = 0; i < parameter.elements; ++i) {
-      state.master.push_back(FirstWeight(parameter, i));
-    }
-    state.exp_avg.assign(parameter.elements, 0.0f);
-    state.exp_avg_sq.assign(parameter.elements, 0.0f);
-    if (job.groups[parameter.group].hyper_parameters.amsgrad) {
-      state.max_exp_avg_sq.assign(parameter.elements, 0.0f);
-    }
+    std::vector<float>& weights = state.planes[Plane::kMaster];
+    for (int64_t i = 0; i < parameter.elements; ++i) weights.push_back(FirstWeight(parameter, i));
+    ForgetMoments(parameter, state);
+  }
+}
+
+void Model::ForgetMoments(const ParameterPlan& parameter, ParameterState& state) const {
+  const HyperParameters& values = job_.groups[parameter.group].hyper_parameters;
+  for (const Plane plane : PlanesOf(values).subspan(1)) {
+    state.planes[plane].assign(parameter.elements, InitialValue(values, plane));
   }
 }
 
@@ -46,14 +48,13 @@ void Model::Write(const Attempt& attempt) {
     const int p = write.parameters[i];
     ParameterState& state = state_.parameters[p];
     for (const Plane plane : write.planes) {
-      std::vector<float>& values = plane == Plane::kMaster   ? state.master
-                                   : plane == Plane::kExpAvg ? state.exp_avg
-                                                             : state.exp_avg_sq;
+      std::vector<float>& values = state.planes.at(plane);
       for (size_t e = 0; e < values.size(); ++e) {
         values[e] = WrittenValue(attempt, plane, job_.parameters[p], static_cast<int64_t>(e));
       }
     }
     if (!write.update_counts.empty()) state.updates = write.update_counts[i];
+    if (HoldsFirstUpdate(write)) state.updates = std::max<int64_t>(state.updates, 1);
   }
   previous_.reset();
 }
@@ -61,12 +62,11 @@ void Model::Write(const Attempt& attempt) {
 void Model::Derive(const Attempt& attempt) {
   for (const int p : LeftOutOf(job_, attempt)) {
     ParameterState& state = state_.parameters[p];
-    for (size_t e = 0; e < state.master.size(); ++e) {
-      state.master[e] = WeightAfterwards(attempt, job_.parameters[p], static_cast<int64_t>(e));
+    std::vector<float>& weights = state.planes[Plane::kMaster];
+    for (size_t e = 0; e < weights.size(); ++e) {
+      weights[e] = WeightAfterwards(attempt, job_.parameters[p], static_cast<int64_t>(e));
     }
-    for (auto* plane : {&state.exp_avg, &state.exp_avg_sq, &state.max_exp_avg_sq}) {
-      std::fill(plane->begin(), plane->end(), 0.0f);
-    }
+    ForgetMoments(job_.parameters[p], state);
     state.updates = 0;
   }
   for (size_t group = 0; group < job_.groups.size(); ++group) {
@@ -180,21 +180,17 @@ std::string Model::Culprit(const std::vector<std::vector<float>>& gradients) con
 
 void Model::Update(ParameterState& state, const std::vector<float>& gradient,
                    const HyperParameters& values, float multiplier) const {
-  float* const max_exp_avg_sq = values.amsgrad ? state.max_exp_avg_sq.data() : nullptr;
-  UpdateAdamReference({.elements = static_cast<int64_t>(gradient.size()),
-                       .gradient = gradient.data(),
-                       .gradient_dtype = DType::kFloat32,
-                       .master = state.master.data(),
-                       .exp_avg = state.exp_avg.data(),
-                       .exp_avg_sq = state.exp_avg_sq.data(),
-                       .max_exp_avg_sq = max_exp_avg_sq,
-                       .new_master = state.master.data(),
-                       .new_exp_avg = state.exp_avg.data(),
-                       .new_exp_avg_sq = state.exp_avg_sq.data(),
-                       .new_max_exp_avg_sq = max_exp_avg_sq,
-                       .shard = nullptr,
-                       .shard_dtype = DType::kFloat32,
-                       .scalars = MakeAdamScalars(values, state.updates, multiplier)});
+  RuleRun run = {.elements = static_cast<int64_t>(gradient.size()),
+                 .gradient = gradient.data(),
+                 .values = &values,
+                 .update_count = state.updates,
+                 .multiplier = multiplier};
+  size_t place = 0;
+  for (auto& [plane, elements] : state.planes) {
+    run.from[place] = elements.data();
+    run.to[place++] = elements.data();
+  }
+  UpdateReference(run);
 }
 
 std::string Model::Overflowed(const std::vector<ParameterState>& parameters) const {
@@ -205,9 +201,8 @@ std::string Model::Overflowed(const std::vector<ParameterState>& parameters) con
     for (size_t p = 0; p < parameters.size(); ++p) {
       const ParameterState& state = parameters[p];
       if (job_.parameters[p].group != static_cast<int>(group)) continue;
-      if (!finite(state.master) || !finite(state.exp_avg) || !finite(state.exp_avg_sq) ||
-          !finite(state.max_exp_avg_sq)) {
-        return NameOf(job_.parameters[p]);
+      for (const auto& [plane, values] : state.planes) {
+        if (!finite(values)) return NameOf(job_.parameters[p]);
       }
     }
   }

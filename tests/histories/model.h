@@ -7,6 +7,7 @@
 #define BALLAST_TESTS_HISTORIES_MODEL_H_
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,15 +15,13 @@
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/plane.h"
 #include "tests/histories/history.h"
 
 namespace ballast::histories {
 
 struct ParameterState {
-  std::vector<float> master;
-  std::vector<float> exp_avg;
-  std::vector<float> exp_avg_sq;
-  std::vector<float> max_exp_avg_sq;
+  std::map<Plane, std::vector<float>> planes;  // Those of its group.
   int64_t updates = 0;
 };
 
@@ -92,6 +91,8 @@ class Model {
   void Undo();
 
  private:
+  // All planes but the master weights, as before the first update.
+  void ForgetMoments(const ParameterPlan& parameter, ParameterState& state) const;
   bool IsUnused(const Attempt& attempt, int parameter) const;
   // The sums over the segments, by parameter.
   std::vector<std::vector<float>> SumGradients(const Attempt& attempt) const;

@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <type_traits>
+
+#include "cpu_optimizer_service/common/rule.h"
 #include "tests/support/messages.h"
 
 namespace ballast::proto {
@@ -104,15 +108,63 @@ TEST(JobSpec, UnknownEnumValuesAreInvalid) {
   EXPECT_EQ(FromProto(job).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
-TEST(HyperParameters, EveryAbsentFieldIsNamed) {
+// With other values than the defaults.
+HyperParameters SomeValues(Rule rule) {
+  HyperParameters values = DefaultsOf(rule);
+  double number = 0.1;
+  ForEachOf(
+      rule,
+      [&]<typename T>(const char*, T& value) {
+        if constexpr (std::is_same_v<T, bool>) {
+          value = !value;
+        } else {
+          value = number += 0.01;
+        }
+      },
+      values);
+  return values;
+}
+
+TEST(HyperParameters, OfEveryRuleCrossTheWireWithTheirFieldsAlone) {
   const google::protobuf::Descriptor& fields = *v1::HyperParameters::descriptor();
-  ASSERT_EQ(fields.field_count(), 9);
-  for (int i = 0; i < fields.field_count(); ++i) {
-    v1::HyperParameters values = ToProto(HyperParameters());
-    values.GetReflection()->ClearField(&values, fields.field(i));
-    const absl::StatusOr<HyperParameters> read = FullFromProto(values);
-    EXPECT_TRUE(Refused(read, absl::StatusCode::kInvalidArgument));
+  for (const RuleRow& row : Rules()) {
+    const HyperParameters values = SomeValues(row.defaults.rule);
+    const v1::HyperParameters message = ToProto(values);
+    EXPECT_EQ(FullFromProto(message).value(), values) << row.name;
+    for (int i = 0; i < fields.field_count(); ++i) {
+      const bool is_set = message.GetReflection()->HasField(message, fields.field(i));
+      const std::string name(fields.field(i)->name());
+      EXPECT_EQ(is_set, name == "rule" || row.has(name)) << row.name << " " << name;
+    }
   }
+}
+
+TEST(HyperParameters, EveryAbsentFieldIsNamedAndEveryOneOfAnotherRule) {
+  HyperParameters every;
+  ForEachHyperParameter(
+      [](const char* name, auto&) {
+        for (const Rule rule : {Rule::kAdam, Rule::kSgd, Rule::kAdagrad}) {
+          v1::HyperParameters values = ToProto(DefaultsOf(rule));
+          const auto* const field = v1::HyperParameters::descriptor()->FindFieldByName(name);
+          if (RowOf(rule).has(name)) {
+            values.GetReflection()->ClearField(&values, field);
+          } else if (field->type() == google::protobuf::FieldDescriptor::TYPE_BOOL) {
+            values.GetReflection()->SetBool(&values, field, false);
+          } else {
+            values.GetReflection()->SetDouble(&values, field, 0);
+          }
+          EXPECT_TRUE(Refused(FullFromProto(values), absl::StatusCode::kInvalidArgument));
+        }
+      },
+      every);
+}
+
+TEST(HyperParameters, WithoutARuleAreAdamsAndOfAnUnknownOneAreRefused) {
+  v1::HyperParameters values = ToProto(HyperParameters());
+  values.clear_rule();
+  EXPECT_EQ(FullFromProto(values).value(), HyperParameters());
+  values.set_rule(static_cast<v1::Rule>(77));
+  EXPECT_TRUE(Refused(FullFromProto(values), absl::StatusCode::kInvalidArgument));
 }
 
 TEST(HyperParameterOverrides, SurviveTheWirePresentOrAbsent) {
@@ -123,16 +175,26 @@ TEST(HyperParameterOverrides, SurviveTheWirePresentOrAbsent) {
                                  .weight_decay = 5,
                                  .decoupled_weight_decay = false,
                                  .bias_correction = true,
+                                 .momentum = 0.5,
+                                 .dampening = 0.25,
+                                 .nesterov = true,
+                                 .lr_decay = 0.125,
                                  .maximize = false};
   EXPECT_EQ(OverridesFromProto(ToProto(all)).value(), all);
   const HyperParameterOverrides none;
   EXPECT_EQ(OverridesFromProto(ToProto(none)).value(), none);
 }
 
-TEST(HyperParameterOverrides, CannotChangeAmsgrad) {
-  v1::HyperParameters changes;
-  changes.set_amsgrad(false);
-  EXPECT_EQ(OverridesFromProto(changes).status().code(), absl::StatusCode::kInvalidArgument);
+TEST(HyperParameterOverrides, CannotChangeWhatIsFixed) {
+  v1::HyperParameters amsgrad;
+  amsgrad.set_amsgrad(false);
+  v1::HyperParameters rule;
+  rule.set_rule(v1::ADAM);
+  v1::HyperParameters initial;
+  initial.set_initial_accumulator_value(0);
+  for (const v1::HyperParameters& changes : {amsgrad, rule, initial}) {
+    EXPECT_TRUE(Refused(OverridesFromProto(changes), absl::StatusCode::kInvalidArgument));
+  }
 }
 
 TEST(ResourceName, IsTakenApart) {

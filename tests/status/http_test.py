@@ -51,8 +51,9 @@ class Plans(unittest.TestCase):
         # The README's table: 12 + 2 bytes at least, and all of it 12 + 2 + 4 + 12 + 4.
         self.assertAlmostEqual(float(rows[0][-2]), 14, delta=0.15)
         self.assertAlmostEqual(float(rows[-1][-2]), 34, delta=0.3)
-        self.assertAlmostEqual(float(json.loads(ballast("plan", "10M:amsgrad", "--json").stdout)["options"][0]["state_bytes"]),
-                               16e7, delta=1e6)
+        for rule, state in (("amsgrad", 16), ("lion", 8), ("adagrad", 8), ("sgd", 4), ("sgd:momentum", 8), ("signsgd", 4)):
+            plan = json.loads(ballast("plan", f"10M:{rule}", "--json").stdout)
+            self.assertAlmostEqual(float(plan["options"][0]["state_bytes"]), state * 1e7, delta=1e6)
         too_large = ballast("plan", "7B", "--memory=8GiB")
         self.assertIn("It does not fit: the service needs a --memory-limit of at least", too_large.stdout)
         self.assertEqual((too_large.returncode, too_large.stderr), (1, ""))

@@ -227,7 +227,7 @@ class Page(unittest.TestCase):
         self.browser.await_("four parameters", "return document.querySelectorAll('.names button').length === 4")
         tab_to("h.0.mlp.bias", 3)
         self.browser.press("Enter")
-        self.see("128 elements in group no_decay")
+        self.see("128 elements in group no_decay", "Momentum", "nesterov")
         ring = self.browser.run("return getComputedStyle(document.activeElement).outlineStyle")
         self.assertNotEqual(ring, "none", "the focus is not seen")
 

@@ -44,10 +44,11 @@ class PlayedJob:
     def describe(self):
         job = self.pb.Job(name=self.name, world_size=self.world, chunk_elements=16 * BLOCK,
                           unused_policy=self.pb.ZERO)
-        for name, decay in (("decay", 0.1), ("no_decay", 0.0)):
-            job.groups.add(name=name, hyper_parameters=self.pb.HyperParameters(
-                lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=decay, decoupled_weight_decay=True,
-                bias_correction=True, amsgrad=False, maximize=False))
+        job.groups.add(name="decay", hyper_parameters=self.pb.HyperParameters(
+            lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled_weight_decay=True,
+            bias_correction=True, amsgrad=False, maximize=False))
+        job.groups.add(name="no_decay", hyper_parameters=self.pb.HyperParameters(
+            rule=self.pb.SGD, lr=6e-4, weight_decay=0.0, momentum=0.9, dampening=0.0, nesterov=True, maximize=False))
         shapes = [("wte.weight", [320, 32])]
         for layer in range(4):
             shapes += [(f"h.{layer}.attn.weight", [96, 32]), (f"h.{layer}.attn.bias", [96]),

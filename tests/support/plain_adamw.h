@@ -1,5 +1,5 @@
 // AdamW of one element in double, as torch.optim.AdamW defines it: what tests compare trained weights with.
-// adam_parity_test holds it to PyTorch's own results.
+// torch_parity_test holds it to PyTorch's own results.
 #ifndef BALLAST_TESTS_SUPPORT_PLAIN_ADAMW_H_
 #define BALLAST_TESTS_SUPPORT_PLAIN_ADAMW_H_
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "tests/upstream/linear_model.h"
 #include "tests/upstream/offloaded_run.h"
 #include "tests/upstream/tensors.h"

@@ -79,10 +79,13 @@ Command PlanCommand() {
   return {.spec = {.name = "plan",
                    .positionals = {"SPEC"},
                    .summary = "whether a job will fit, and with which options; needs no service",
-                   .details = "SPEC is a size, COUNT[:bf16|fp16|fp32][:amsgrad], such as 7B:bf16, "
-                              "or a file with a job\nas CreateJob takes it (ballast.v1.Job in "
-                              "JSON, partitions optional). A service of this version\nallocates by "
-                              "these figures. The exit code is 1 if the job does not fit.",
+                   .details =
+                       "SPEC is a size, COUNT[:bf16|fp16|fp32][:RULE], such as 7B:bf16 or 7B:lion, "
+                       "or a file with a\njob as CreateJob takes it (ballast.v1.Job in "
+                       "JSON, partitions optional). RULE is adam\n(default), adam:amsgrad, "
+                       "sgd, sgd:momentum, lion, adagrad or signsgd. A service of this\n"
+                       "version allocates by these figures. The exit code is 1 if the job "
+                       "does not fit.",
                    .flags = {{"members", "N|HOST:PORT,...",
                               "services that hold the job together (default 1, or the file's)"},
                              {"memory", "SIZE[,...]",

@@ -23,6 +23,7 @@
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -54,7 +55,8 @@ absl::StatusOr<DType> ParseDType(absl::string_view text) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     if (text == Name(dtype)) return dtype;
   }
-  return absl::InvalidArgumentError(absl::StrCat("'", text, "' is none of bf16, fp16, fp32"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", text, "' is none of bf16, fp16 and fp32, and no rule: ", RuleNames()));
 }
 
 // nullopt: `text` is no size.
@@ -71,8 +73,17 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
   GroupSpec& group = spec.groups.emplace_back();
   group.name = "all";
   for (size_t i = 1; i < words.size(); ++i) {
-    if (words[i] == "amsgrad") {
-      group.hyper_parameters.amsgrad = true;
+    HyperParameters& values = group.hyper_parameters;
+    if (const std::optional<Rule> rule = FindRule(words[i]); rule.has_value()) {
+      values = DefaultsOf(*rule);
+      continue;
+    }
+    if (words[i] == "amsgrad" && values.rule == Rule::kAdam) {
+      values.amsgrad = true;
+      continue;
+    }
+    if (words[i] == "momentum" && values.rule == Rule::kSgd) {
+      values.momentum = 0.9;  // Any above 0: it has a plane.
       continue;
     }
     // A size names one format, which counts for both ways.
@@ -126,7 +137,8 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
   if (message.groups().empty()) message.add_groups()->set_name("all");
   // The file's values over the defaults: FullFromProto wants every field.
   for (v1::ParamGroup& group : *message.mutable_groups()) {
-    v1::HyperParameters values = proto::ToProto(HyperParameters());
+    BALLAST_ASSIGN_OR_RETURN(const Rule rule, proto::FromProto(group.hyper_parameters().rule()));
+    v1::HyperParameters values = proto::ToProto(DefaultsOf(rule));
     values.MergeFrom(group.hyper_parameters());
     *group.mutable_hyper_parameters() = std::move(values);
   }
@@ -219,7 +231,7 @@ absl::StatusOr<v1::JobPlan> MakePlan(JobSpec spec, const std::vector<int64_t>& l
     plan.set_elements(plan.elements() + parts[0].layout.place(p).elements);
   }
   std::vector<int64_t> weights(spec.layout.world_size);
-  const std::vector<int> planes = PlanesByGroup(spec);
+  const std::vector<PlaneList> planes = PlanesByGroup(spec);
   // NeedOf counts previous versions only for a job that keeps them, so it is asked for one that
   // does.
   JobSpec undoing = spec;
@@ -232,7 +244,8 @@ absl::StatusOr<v1::JobPlan> MakePlan(JobSpec spec, const std::vector<int64_t>& l
       weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
       // A checkpoint's other contents, headers and an index, are small beside the planes.
       plan.set_checkpoint_bytes(plan.checkpoint_bytes() +
-                                chunk.elements * int64_t{sizeof(float)} * planes[chunk.group]);
+                                chunk.elements * int64_t{sizeof(float)} *
+                                    static_cast<int64_t>(planes[chunk.group].size()));
     }
   }
   plan.set_largest_rank_weights_bytes(*std::max_element(weights.begin(), weights.end()));

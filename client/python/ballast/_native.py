@@ -20,9 +20,11 @@ Services = Union[str, Sequence[str]]  # An address, several with commas between,
 
 
 class HyperParameters(c.Structure):
-    _fields_ = [("lr", c.c_double), ("beta1", c.c_double), ("beta2", c.c_double), ("eps", c.c_double),
-                ("weight_decay", c.c_double), ("decoupled_weight_decay", c.c_int32),
-                ("bias_correction", c.c_int32), ("amsgrad", c.c_int32), ("maximize", c.c_int32)]
+    _fields_ = [("rule", c.c_int32), ("lr", c.c_double), ("beta1", c.c_double), ("beta2", c.c_double),
+                ("eps", c.c_double), ("weight_decay", c.c_double), ("decoupled_weight_decay", c.c_int32),
+                ("bias_correction", c.c_int32), ("amsgrad", c.c_int32), ("momentum", c.c_double),
+                ("dampening", c.c_double), ("nesterov", c.c_int32), ("lr_decay", c.c_double),
+                ("initial_accumulator_value", c.c_double), ("maximize", c.c_int32)]
 
 
 class Group(c.Structure):

@@ -18,12 +18,13 @@ from typing import Any
 
 from . import _native
 from .errors import AbortedError, BallastError, DeadlineError, FailedPreconditionError, UnavailableError
+from .rules import RULES, check_has
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
 ON_ABORT = {"redo": 0, "skip": 1}
-PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4}
+PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4, "momentum_buffer": 5, "sum": 6}
 _REPLICATE = -1
 # Errors that the library keeps and raises in every later call of the session.
 _FINAL = (AbortedError, UnavailableError)
@@ -35,22 +36,48 @@ _SLICE_IN_WORDS = re.compile(r"\b(within|for) 100ms\b")  # The library's words f
 
 @dataclasses.dataclass(frozen=True)
 class HyperParameters:
-    """A param group's, named as in torch.optim.AdamW; see `client/ballast.h`."""
+    """A param group's, named as in torch.optim; see `client/ballast.h`. rule: "adam" (also AdamW), "sgd", "lion",
+    "adagrad" or "signsgd". What is not given has the rule's default (`ballast.rules`); for "adam" that of AdamW. What a
+    rule does not have is None. ValueError: it was given, or there is no such rule."""
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    decoupled_weight_decay: bool = True
-    bias_correction: bool = True
-    amsgrad: bool = False
-    maximize: bool = False
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    decoupled_weight_decay: bool | None = None
+    bias_correction: bool | None = None
+    amsgrad: bool | None = None
+    maximize: bool | None = None
+    rule: str = "adam"
+    momentum: float | None = None
+    dampening: float | None = None
+    nesterov: bool | None = None
+    lr_decay: float | None = None
+    initial_accumulator_value: float | None = None
+
+    def __post_init__(self):
+        check_has(self.rule, {name for name, value in vars(self).items() if value is not None and name != "rule"})
+        for name, default in RULES[self.rule].defaults.items():
+            value = default if getattr(self, name) is None else getattr(self, name)
+            value = tuple(map(float, value)) if name == "betas" else type(default)(value)
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        return f"{self.rule} " + " ".join(f"{name}={value}" for name, value in self.fields().items())
+
+    @property
+    def planes(self) -> dict[str, float]:
+        """The planes of a parameter beside "master", and what each holds before the first update."""
+        return RULES[self.rule].planes(vars(self))
+
+    def fields(self) -> dict[str, float | bool]:
+        """The rule's, with beta1 and beta2, as the service names them."""
+        values = {name: getattr(self, name) for name in RULES[self.rule].defaults}
+        betas = values.pop("betas", None)
+        return values if betas is None else {**values, "beta1": betas[0], "beta2": betas[1]}
 
     def _native(self) -> _native.HyperParameters:
-        return _native.HyperParameters(
-            float(self.lr), float(self.betas[0]), float(self.betas[1]), float(self.eps),
-            float(self.weight_decay), self.decoupled_weight_decay, self.bias_correction, self.amsgrad,
-            self.maximize)
+        return _native.HyperParameters(rule=RULES[self.rule].number, **self.fields())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,9 +369,9 @@ class Session:
         """Writes these planes of these parameters between two steps. All ranks make the same call. It returns when
         the write is the job's state. write: as in upload_by. update_counts: one for each parameter; None: no change.
         The last step cannot be undone afterwards. FailedPreconditionError: another rank writes something else, or
-        has begun the next step. InvalidArgumentError: a value is not finite, or an exp_avg_sq or max_exp_avg_sq is
-        negative. ResourceExhaustedError: the values do not fit beside the state. DeadlineError, after `timeout`,
-        names the missing ranks."""
+        has begun the next step. InvalidArgumentError: a value is not finite, or one of exp_avg_sq, max_exp_avg_sq or
+        sum is negative. ResourceExhaustedError: the values do not fit beside the state. DeadlineError, after
+        `timeout`, names the missing ranks."""
         order = sorted(range(len(parameters)), key=parameters.__getitem__)
         numbers = sorted(number_of(PLANES, plane, "plane") for plane in planes)
         given = _native.sized(_native.StateWrite, count=len(order), plane_count=len(numbers),
@@ -539,8 +566,8 @@ class Session:
         return step.value
 
     def read_state(self, parameter: int, plane: str, address: int, *, memory: object = None) -> tuple[int, int]:
-        """Writes a plane of a whole parameter ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") to the address
-        in fp32, whichever part this rank owns. memory: kept alive as long as it is written to; after Ctrl-C that may
+        """Writes a plane of a whole parameter, one of PLANES that its rule has, to the address in fp32, whichever part
+        this rank owns. memory: kept alive as long as it is written to; after Ctrl-C that may
         be longer than this call. Returns the plane's step and the parameter's number of updates."""
         step, updates = ctypes.c_uint64(), ctypes.c_int64()
         elements = math.prod(self.job.parameters[parameter].shape)

@@ -4,6 +4,7 @@
 
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/norm/norm_blocks.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
@@ -45,18 +46,16 @@ int64_t SlotBytes(int64_t elements, int planes) {
   return (bytes + (bytes >= kLargePlaneBytes ? kPlaneGapBytes : 0)) * planes;
 }
 
-int PlanesOf(const GroupSpec& group) { return group.hyper_parameters.amsgrad ? 4 : 3; }
-
-std::vector<int> PlanesByGroup(const JobSpec& spec) {
-  std::vector<int> planes;
-  for (const GroupSpec& group : spec.groups) planes.push_back(PlanesOf(group));
+std::vector<PlaneList> PlanesByGroup(const JobSpec& spec) {
+  std::vector<PlaneList> planes;
+  for (const GroupSpec& group : spec.groups) planes.push_back(PlanesOf(group.hyper_parameters));
   return planes;
 }
 
-int64_t StateBytes(const Layout& layout, absl::Span<const int> planes) {
+int64_t StateBytes(const Layout& layout, absl::Span<const PlaneList> planes) {
   int64_t bytes = 0;
   for (const Chunk& chunk : layout.chunks()) {
-    bytes += SlotBytes(chunk.elements, planes[chunk.group]);
+    bytes += SlotBytes(chunk.elements, static_cast<int>(planes[chunk.group].size()));
   }
   return bytes;
 }

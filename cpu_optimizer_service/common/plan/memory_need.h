@@ -9,13 +9,14 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/plane.h"
 #include "cpu_optimizer_service/common/rounding.h"
 
 namespace ballast {
 
 // What the engine allocates for a job, in bytes.
 struct MemoryNeed {
-  int64_t state_bytes = 0;        // master, exp_avg, exp_avg_sq (, max_exp_avg_sq)
+  int64_t state_bytes = 0;        // the planes of each group
   int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype
   int64_t accumulator_bytes = 0;  // fp32 sums, unless max_micro_steps is 1
   int64_t speculation_bytes = 0;  // second versions of all chunks, if the job speculates
@@ -32,9 +33,8 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);
 inline constexpr int64_t kArenaAlignment = 64;
 inline constexpr int64_t AlignUp(int64_t bytes) { return RoundUp(bytes, kArenaAlignment); }
 int64_t SlotBytes(int64_t elements, int planes);  // One version of a chunk.
-int PlanesOf(const GroupSpec& group);             // 3, or 4 with amsgrad.
-std::vector<int> PlanesByGroup(const JobSpec& spec);
-int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);  // All chunks.
+std::vector<PlaneList> PlanesByGroup(const JobSpec& spec);
+int64_t StateBytes(const Layout& layout, absl::Span<const PlaneList> planes);  // All chunks.
 int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);
 int64_t SquareSumBytes(const Layout& layout);

@@ -1,5 +1,6 @@
 #include "cpu_optimizer_service/common/text/amounts.h"
 
+#include <charconv>
 #include <cstdio>
 
 #include "absl/status/status.h"
@@ -42,6 +43,13 @@ absl::StatusOr<int64_t> ParseBytes(absl::string_view text) {
   }
   return absl::InvalidArgumentError(
       absl::StrCat("bad value '", text, "'; give a number with its unit, such as 20GiB"));
+}
+
+std::string FormatExactly(double value) {
+  // The longest double has 24 characters, such as -2.2250738585072014e-308.
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  return std::string(buffer, end);
 }
 
 std::string Counted(int64_t count, absl::string_view noun) {

@@ -15,6 +15,7 @@ namespace ballast {
 // (kKeptFormat, kWordsFormat).
 template <typename Each>
 void Fields(Each&& each, HyperParameters& v) {
+  each(v.rule);
   ForEachHyperParameter([&](const char*, auto& field) { each(field); }, v);
 }
 template <typename Each>

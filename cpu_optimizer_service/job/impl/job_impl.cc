@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
@@ -268,9 +269,10 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   // Other members get it with the next decision.
   BALLAST_RETURN_IF_ERROR(CheckLeads());
   BALLAST_RETURN_IF_ERROR(core_.CheckUsable());
-  const HyperParameters changed = Apply(core_.record.hyper_parameters[group], changes);
+  const HyperParameters& now = core_.record.hyper_parameters[group];
   BALLAST_RETURN_IF_ERROR(
-      Annotate(Validate(changed), absl::StrCat("group ", spec().groups[group].name)));
+      Annotate(ValidateChanges(now, changes), absl::StrCat("group ", spec().groups[group].name)));
+  const HyperParameters changed = Apply(now, changes);
   core_.record.hyper_parameters[group] = changed;
   if (!machine_.between_steps()) {
     // The step in progress puts its own overrides into force when it is committed. A change that an

@@ -98,7 +98,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
     is_established_ = true;
     core_.record = journal_.kept()->TakeRecord();
     const std::vector<KeptJob::Rank> ranks = journal_.kept()->TakeRanks();
-    if (core_.record.hyper_parameters.size() != spec().groups.size() ||
+    if (!AreValuesOf(spec(), core_.record.hyper_parameters) ||
         core_.record.update_counts.size() != spec().layout.parameters.size() ||
         core_.record.later_changes.size() != spec().groups.size() ||
         ranks.size() != static_cast<size_t>(members_.table.size())) {

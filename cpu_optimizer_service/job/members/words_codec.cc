@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/host/kept_codec.h"
 #include "cpu_optimizer_service/job/core/fields.h"
@@ -76,7 +77,7 @@ void Fields(Each&& each, SealRefusal& v) {
 }
 template <typename Each>
 void Fields(Each&& each, StateBounds& v) {
-  each(v.master, v.exp_avg, v.exp_avg_sq);
+  each(v.planes);
 }
 template <typename Each>
 void Fields(Each&& each, StateOverflow& v) {
@@ -314,10 +315,10 @@ class Fit {
     if (const auto* decided = std::get_if<LeadWord::Decided>(&word.what)) {
       const KeptDecision& decision = decided->decision;
       const bool applies = decision.outcome.decision.apply;
-      return (!applies || (IsOfGroups(decision.hyper_parameters) &&
-                           IsOfGroups(decision.outcome.decision.multipliers) &&
+      return (!applies || (IsOfGroups(decision.outcome.decision.multipliers) &&
                            IsOfParameters(decision.update_counts))) &&
-             IsOfGroups(decision.values_after) && Is(decision.vote) &&
+             AreValuesOf(spec_, decision.hyper_parameters) &&
+             AreValuesOf(spec_, decision.values_after) && Is(decision.vote) &&
              Is(decision.terms.settings) && decision.outcome.step == decision.terms.step &&
              static_cast<size_t>(decision.outcome.skip_cause) < kSkipCauses &&
              (decision.group_norms.empty() || IsOfGroups(decision.group_norms));
@@ -329,7 +330,7 @@ class Fit {
     }
     const auto* tried = std::get_if<LeadWord::OfStep::Try>(&of_step->what);
     return tried == nullptr ||
-           (IsOfGroups(tried->draft.update.hyper_parameters) &&
+           (AreValuesOf(spec_, tried->draft.update.hyper_parameters) &&
             IsOfGroups(tried->draft.update.multipliers) && IsOfGroups(tried->draft.bounds) &&
             IsOfParameters(tried->draft.update.update_counts));
   }
@@ -392,12 +393,13 @@ std::string Encode(const LeadWord& word) { return EncodeAny(word); }
 absl::StatusOr<Follow> DecodeFollow(absl::string_view bytes) {
   BALLAST_ASSIGN_OR_RETURN(Follow follow, DecodeAny(bytes, Follow()));
   const JobSpec& spec = follow.spec;
-  const bool fits =
-      spec.unused_policy <= UnusedPolicy::kZero && spec.update_mode <= UpdateMode::kSpeculate &&
-      spec.on_abort <= OnAbort::kSkip &&
-      std::ranges::all_of(spec.groups, [](const GroupSpec& group) {
-        return group.wire_dtype <= DType::kFloat32 && group.return_dtype <= DType::kFloat32;
-      });
+  const bool fits = spec.unused_policy <= UnusedPolicy::kZero &&
+                    spec.update_mode <= UpdateMode::kSpeculate && spec.on_abort <= OnAbort::kSkip &&
+                    std::ranges::all_of(spec.groups, [](const GroupSpec& group) {
+                      return group.wire_dtype <= DType::kFloat32 &&
+                             group.return_dtype <= DType::kFloat32 &&
+                             static_cast<size_t>(group.hyper_parameters.rule) < Rules().size();
+                    });
   if (fits) return follow;
   return WithReason(absl::InvalidArgumentError("a link of members has a description of no job"),
                     reason::kMalformedMessage);

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/job/state/index_record.h"
@@ -59,29 +60,33 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint) const {
         std::find_if(index.groups.begin(), index.groups.end(),
                      [&](const CheckpointIndex::Group& g) { return g.name == group.name; });
     if (saved == index.groups.end()) return refuse("it has no group ", group.name);
-    // It says which planes there are, in the checkpoint and in the job.
-    if (saved->hyper_parameters.amsgrad != group.hyper_parameters.amsgrad) {
-      return refuse("amsgrad of group ", group.name, " differs");
-    }
+    const std::string planes = DifferenceOfPlanes(absl::StrCat("group ", group.name),
+                                                  group.hyper_parameters, saved->hyper_parameters);
+    if (!planes.empty()) return refuse(planes);
   }
   return absl::OkStatus();
 }
 
 absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
   const Chunk& chunk = core_.layout.chunks()[index];
+  const GroupSpec& group = core_.spec().groups[chunk.group];
   BALLAST_ASSIGN_OR_RETURN(const ChunkStore::Write write,
                            memory_.store->BeginWrite(index, Destination::kInPlaceIfFree));
   absl::Status status;
-  for (int plane = 0; plane < kMaxPlanes; ++plane) {
+  for (int plane = 0; plane < kPlaneKinds; ++plane) {
     float* const to = write.to.planes[plane];
     if (to == nullptr) continue;
     // Padding belongs to no piece and must be zero.
     std::fill_n(to, chunk.elements, 0.0f);
     for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
       if (!status.ok()) break;
+      const auto values = absl::MakeSpan(to + piece.chunk_offset, piece.elements);
+      if (!checkpoint.has(static_cast<Plane>(plane))) {  // Of weights alone.
+        std::ranges::fill(values, InitialValue(group.hyper_parameters, static_cast<Plane>(plane)));
+        continue;
+      }
       status = checkpoint.Read(core_.spec().layout.parameters[piece.parameter].name,
-                               static_cast<Plane>(plane), piece.parameter_offset,
-                               absl::MakeSpan(to + piece.chunk_offset, piece.elements));
+                               static_cast<Plane>(plane), piece.parameter_offset, values);
     }
   }
   // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load
@@ -229,9 +234,9 @@ absl::StatusOr<OpenedCheckpoint> Loader::OpenToLoad(const LoadRequest& request) 
 void Loader::ReplaceState(std::shared_ptr<OpenedCheckpoint> opened, Clock::time_point began,
                           Done<CheckpointInfo> done) {
   absl::Status status;
-  const std::vector<int> planes = PlanesByGroup(core_.spec());
+  const std::vector<PlaneList> planes = PlanesByGroup(core_.spec());
   const auto bytes_of = [&](const Chunk& chunk) {
-    return SlotBytes(chunk.elements, planes[chunk.group]);
+    return SlotBytes(chunk.elements, static_cast<int>(planes[chunk.group].size()));
   };
   auto progress = core_.BeginActivity(ActivityKind::kLoadingCheckpoint, memory_.need.state_bytes,
                                       opened->directory);

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job/state/index_record.h"
 
@@ -109,7 +110,9 @@ absl::StatusOr<bool> StateOrigin::Write(int64_t index,
   }
   const Chunk& chunk = core_.layout.chunks()[index];
   const bool moments = uploader.has_value() && uploader->moments;
-  const int planes = moments ? PlanesOf(core_.spec().groups[chunk.group]) : 1;
+  const HyperParameters& of_group = core_.spec().groups[chunk.group].hyper_parameters;
+  const PlaneList all = PlanesOf(of_group);
+  const size_t planes = moments ? all.size() : 1;
   size_t size_bytes = 0;
   for (const auto& piece : payload) size_bytes += piece.size();
   if (size_bytes != planes * chunk.elements * sizeof(float)) {
@@ -124,12 +127,11 @@ absl::StatusOr<bool> StateOrigin::Write(int64_t index,
     if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
     out += piece.size();
   }
-  const auto plane_of = [&](int plane) {
-    return absl::MakeConstSpan(values).subspan(plane * chunk.elements, chunk.elements);
+  const auto values_of = [&](size_t place) {
+    return absl::MakeConstSpan(values).subspan(place * chunk.elements, chunk.elements);
   };
-  for (int plane = 0; plane < planes; ++plane) {
-    BALLAST_RETURN_IF_ERROR(
-        CheckFirst(static_cast<int>(index), static_cast<Plane>(plane), plane_of(plane)));
+  for (size_t place = 0; place < planes; ++place) {
+    BALLAST_RETURN_IF_ERROR(CheckFirst(static_cast<int>(index), all[place], values_of(place)));
   }
   // Nothing is waited for. While a load or a clearing is under way, the generation has risen and an
   // uploader of the older one is refused; a clearing itself touches no weights, and nothing reads
@@ -162,13 +164,18 @@ absl::StatusOr<bool> StateOrigin::Write(int64_t index,
                                         core_.spec().name, " and brings its first weights")),
         reason::kStreamReplaced);
   }
-  const Slot& slot = memory_.store->Published(static_cast<int>(index));
-  for (int plane = 0; plane < planes; ++plane) {
-    WriteFirst(static_cast<int>(index), static_cast<Plane>(plane), plane_of(plane));
+  for (size_t place = 0; place < planes; ++place) {
+    WriteFirst(static_cast<int>(index), all[place], values_of(place));
   }
-  // Moments of an upload that was given up may lie there.
-  for (int plane = planes; plane < kMaxPlanes && core_.first_weights.state() > 0; ++plane) {
-    if (slot.planes[plane] != nullptr) std::fill_n(slot.planes[plane], chunk.elements, 0.0f);
+  for (size_t place = planes; place < all.size(); ++place) {
+    const float initial = InitialValue(of_group, all[place]);
+    // Fresh memory has zeros, unless moments of an upload that was given up lie there.
+    if (initial == 0 && core_.first_weights.state() == 0) continue;
+    values.assign(chunk.elements, 0.0f);
+    for (const ChunkPiece& piece : core_.layout.Pieces(static_cast<int>(index))) {
+      std::fill_n(values.begin() + piece.chunk_offset, piece.elements, initial);
+    }
+    WriteFirst(static_cast<int>(index), all[place], values);
   }
   // After the planes: a later process takes this word for it that they are there.
   memory_.store->SetArrived(static_cast<int>(index), true);
@@ -238,9 +245,9 @@ absl::Status StateOrigin::Inherit(const CheckpointIndex& index, const ReadPlane&
 }
 
 absl::Status StateOrigin::ChooseInherited(const CheckpointIndex& index) {
-  std::map<std::string, bool> amsgrad;  // By name of a group.
+  std::map<std::string, HyperParameters> saved_groups;  // By name.
   for (const CheckpointIndex::Group& group : index.groups) {
-    amsgrad[group.name] = group.hyper_parameters.amsgrad;
+    saved_groups[group.name] = group.hyper_parameters;
   }
   inherited_.assign(core_.spec().layout.parameters.size(), false);
   for (const CheckpointIndex::Parameter& saved : index.parameters) {
@@ -248,12 +255,13 @@ absl::Status StateOrigin::ChooseInherited(const CheckpointIndex& index) {
     if (p == -1) continue;
     const ParameterSpec& parameter = core_.spec().layout.parameters[p];
     if (!parameter.trainable || parameter.shape != saved.shape) continue;
-    // It says which planes there are.
-    if (core_.spec().groups[parameter.group].hyper_parameters.amsgrad != amsgrad[saved.group]) {
+    const std::string planes = DifferenceOfPlanes(
+        absl::StrCat("parameter ", saved.name),
+        core_.spec().groups[parameter.group].hyper_parameters, saved_groups[saved.group]);
+    if (!planes.empty()) {
       return absl::FailedPreconditionError(
-          absl::StrCat("job ", core_.spec().name, " cannot be derived: amsgrad of parameter ",
-                       saved.name, " is ", amsgrad[saved.group] ? "on" : "off",
-                       " in its source, but not in the new job; give it the same amsgrad"));
+          absl::StrCat("job ", core_.spec().name, " cannot be derived from its source: ", planes,
+                       "; give it the same"));
     }
     inherited_[p] = true;
   }
@@ -272,7 +280,7 @@ absl::Status StateOrigin::InheritChunk(int index, const ReadPlane& read) {
   const Slot& slot = memory_.store->Published(index);
   for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
     if (!inherited_[piece.parameter]) continue;
-    for (int plane = 0; plane < kMaxPlanes; ++plane) {
+    for (int plane = 0; plane < kPlaneKinds; ++plane) {
       if (slot.planes[plane] == nullptr) continue;
       BALLAST_RETURN_IF_ERROR(
           read(core_.spec().layout.parameters[piece.parameter].name, static_cast<Plane>(plane),

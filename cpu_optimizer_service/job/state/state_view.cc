@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -28,9 +30,7 @@ absl::StatusOr<Snapshot> StateView::SnapshotOf(absl::Span<const int> parameters,
   Snapshot snapshot;
   snapshot.layout_ = &core_.layout;
   snapshot.keep_alive_ = std::move(keep_alive);
-  for (const GroupSpec& group : core_.spec().groups) {
-    snapshot.amsgrad_.push_back(group.hyper_parameters.amsgrad);
-  }
+  snapshot.planes_ = PlanesByGroup(core_.spec());
   BALLAST_ASSIGN_OR_RETURN(std::vector<ChunkPin> pins, memory_.store->Pin(chunks, room));
   for (size_t i = 0; i < chunks.size(); ++i) {
     snapshot.pins_.emplace(chunks[i], std::move(pins[i]));
@@ -95,13 +95,13 @@ std::string StateView::Hash(const CheckpointIndex& index) const {
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     sha256.AddValue(parameter.update_count);
     const int p = core_.layout.FindParameter(parameter.name);
-    const int planes = PlanesOf(core_.spec().groups[core_.spec().layout.parameters[p].group]);
-    for (int plane = 0; plane < planes; ++plane) {
+    const GroupSpec& group = core_.spec().groups[core_.spec().layout.parameters[p].group];
+    for (const Plane plane : PlanesOf(group.hyper_parameters)) {
       for (int64_t offset = 0; offset < parameter.elements;
            offset += static_cast<int64_t>(buffer.size())) {
         const auto piece = absl::MakeSpan(buffer).first(
             std::min<int64_t>(static_cast<int64_t>(buffer.size()), parameter.elements - offset));
-        Read(p, static_cast<Plane>(plane), offset, piece);
+        Read(p, plane, offset, piece);
         sha256.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(piece.data()),
                                        piece.size() * sizeof(float)));
       }

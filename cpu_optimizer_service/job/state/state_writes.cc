@@ -226,6 +226,10 @@ void StateWrites::WriteNow(const StateWriting& writing) {
   for (size_t i = 0; i < write.update_counts.size(); ++i) {
     core_.record.update_counts[write.parameters[i]] = write.update_counts[i];
   }
+  for (const int parameter : write.parameters) {
+    int64_t& count = core_.record.update_counts[parameter];
+    if (HoldsFirstUpdate(write)) count = std::max<int64_t>(count, 1);
+  }
   core_.Move();
   core_.record.previous
       .reset();          // The state before the last step is not what would be gone back to.
@@ -245,7 +249,7 @@ void StateWrites::CopyWritten(const StateWriting& writing) {
   for (const int chunk : writing.chunks()) {
     auto to = memory_.store->BeginWrite(chunk, Destination::kInPlaceIfFree);
     Check(to.ok(), "a pinned chunk has a place to be written to");
-    for (int plane = 0; plane < kMaxPlanes && !to->in_place; ++plane) {
+    for (int plane = 0; plane < kPlaneKinds && !to->in_place; ++plane) {
       if (to->from.planes[plane] == nullptr) continue;
       std::copy_n(to->from.planes[plane], core_.layout.chunks()[chunk].elements,
                   to->to.planes[plane]);

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -23,36 +24,30 @@ void* Advance(void* data, DType dtype, int64_t elements) {
 // Elements [begin, begin + elements), the new state from element `to_begin` of `update.to` on.
 void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64_t update_count,
                int64_t to_begin) {
-  const auto at = [](const Slot& slot, Plane plane, int64_t element) -> float* {
-    return slot[plane] == nullptr ? nullptr : slot[plane] + element;
-  };
-  const AdamRun run = {
-      .elements = elements,
-      .gradient = Advance(update.gradient.data, update.gradient.dtype, begin),
-      .gradient_dtype = update.gradient.dtype,
-      .master = at(update.from, Plane::kMaster, begin),
-      .exp_avg = at(update.from, Plane::kExpAvg, begin),
-      .exp_avg_sq = at(update.from, Plane::kExpAvgSq, begin),
-      .max_exp_avg_sq = at(update.from, Plane::kMaxExpAvgSq, begin),
-      .new_master = at(update.to, Plane::kMaster, to_begin),
-      .new_exp_avg = at(update.to, Plane::kExpAvg, to_begin),
-      .new_exp_avg_sq = at(update.to, Plane::kExpAvgSq, to_begin),
-      .new_max_exp_avg_sq = at(update.to, Plane::kMaxExpAvgSq, to_begin),
-      .shard = Advance(update.shard, update.shard_dtype, begin),
-      .shard_dtype = update.shard_dtype,
-      .scalars = MakeAdamScalars(*update.hyper_parameters, update_count, update.multiplier),
-  };
-  if (update.redo == nullptr) return UpdateAdam(run);
+  RuleRun run = {.elements = elements,
+                 .gradient = Advance(update.gradient.data, update.gradient.dtype, begin),
+                 .gradient_dtype = update.gradient.dtype,
+                 .shard = Advance(update.shard, update.shard_dtype, begin),
+                 .shard_dtype = update.shard_dtype,
+                 .values = update.hyper_parameters,
+                 .update_count = update_count,
+                 .multiplier = update.multiplier};
+  size_t place = 0;
+  for (const Plane plane : PlanesOf(*update.hyper_parameters)) {
+    run.from[place] = update.from[plane] + begin;
+    run.to[place++] = update.to[plane] + to_begin;
+  }
+  if (update.redo == nullptr) return UpdateByRule(run);
   RedoWriter redo(*update.redo, static_cast<uint32_t>(update.chunk), begin);
-  UpdateAdam(run, &redo);
+  UpdateByRule(run, &redo);
 }
 
 // Elements that this step does not touch: the new version holds what the old one did.
 void KeepRun(const ChunkUpdate& update, int64_t begin, int64_t elements) {
   // In place nothing is copied, and so there is nothing to record in a redo lane either.
-  for (size_t plane = 0; plane < update.from.planes.size(); ++plane) {
-    const float* from = update.from.planes[plane];
-    float* to = update.to.planes[plane];
+  for (const Plane plane : PlanesOf(*update.hyper_parameters)) {
+    const float* from = update.from[plane];
+    float* to = update.to[plane];
     if (from != to) std::memcpy(to + begin, from + begin, elements * sizeof(float));
   }
   // The rank gets the chunk's weights whole, with those that stay as they were.
@@ -107,10 +102,9 @@ uint32_t LargestBits(const float* values, int64_t elements) {
 }
 
 constexpr uint32_t kInfinityBits = 0x7f800000;
-// The moments before the weight, which is not finite wherever one of them is not.
-constexpr int kFromCauseToEffect[] = {
-    static_cast<int>(Plane::kExpAvg), static_cast<int>(Plane::kExpAvgSq),
-    static_cast<int>(Plane::kMaxExpAvgSq), static_cast<int>(Plane::kMaster)};
+// The planes from cause to effect: the moments before the weight, which is not finite wherever one
+// of them is not. So `look` takes places 1, 2, ... and then 0.
+size_t PlaceInOrder(size_t number, size_t planes) { return (number + 1) % planes; }
 
 }  // namespace
 
@@ -128,21 +122,22 @@ void UpdateChunk(const ChunkUpdate& update,
 
 TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
                            absl::FunctionRef<int64_t(int parameter)> update_count_of) {
+  const PlaneList planes = PlanesOf(*update.hyper_parameters);
   std::array<uint32_t, kMaxPlanes> largest = {};
   TrialUpdate trial;
   // The planes of elements [begin, begin + elements), of which `slot` has the first at `offset`.
   const auto look = [&](const Slot& slot, int64_t offset, int64_t begin, int64_t elements) {
-    for (const int plane : kFromCauseToEffect) {
-      if (slot.planes[plane] == nullptr) continue;
-      const float* const values = slot.planes[plane] + offset;
-      largest[plane] = std::max(largest[plane], LargestBits(values, elements));
-      if (largest[plane] < kInfinityBits) continue;
+    for (size_t number = 0; number < planes.size(); ++number) {
+      const size_t place = PlaceInOrder(number, planes.size());
+      const float* const values = slot[planes[place]] + offset;
+      largest[place] = std::max(largest[place], LargestBits(values, elements));
+      if (largest[place] < kInfinityBits) continue;
       const float* const found =
           std::find_if(values, values + elements, [](float x) { return !std::isfinite(x); });
       const int64_t element = begin + (found - values);
       // The first element, so that the reason does not depend on how a parameter is cut.
       if (trial.non_finite.has_value() && trial.non_finite->element <= element) continue;
-      trial.non_finite = {.plane = static_cast<Plane>(plane), .element = element, .value = *found};
+      trial.non_finite = {.plane = planes[place], .element = element, .value = *found};
     }
   };
   std::array<std::array<float, kTrialElements>, kMaxPlanes> scratch;
@@ -157,23 +152,17 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
         look(update.from, begin, begin, count);
         continue;
       }
-      for (int plane = 0; plane < kMaxPlanes; ++plane) {
-        const float* const from = update.from.planes[plane];
-        piece.to.planes[plane] = from == nullptr ? nullptr : scratch[plane].data();
+      for (size_t place = 0; place < planes.size(); ++place) {
+        piece.to.planes[static_cast<size_t>(planes[place])] = scratch[place].data();
       }
       // The kernel that the real update runs, so that its values are those that would be stored.
       UpdateRun(piece, begin, count, update_count, /*to_begin=*/0);
       look(piece.to, 0, begin, count);
     }
   });
-  const auto magnitude = [&](Plane plane) -> double {
-    return std::bit_cast<float>(largest[static_cast<int>(plane)]);
-  };
   if (trial.non_finite.has_value()) return trial;
-  trial.largest = {
-      .master = magnitude(Plane::kMaster),
-      .exp_avg = magnitude(Plane::kExpAvg),
-      .exp_avg_sq = std::max(magnitude(Plane::kExpAvgSq), magnitude(Plane::kMaxExpAvgSq))};
+  std::ranges::transform(largest, trial.largest.planes.begin(),
+                         [](uint32_t bits) -> double { return std::bit_cast<float>(bits); });
   return trial;
 }
 

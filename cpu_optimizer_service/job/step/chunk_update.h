@@ -8,7 +8,6 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -50,7 +49,7 @@ void UpdateChunk(const ChunkUpdate& update,
 
 // The chunk's state after UpdateChunk, without writing it: `to` and `shard` are ignored.
 struct TrialUpdate {
-  StateBounds largest;  // Of each plane, exactly, if it is finite.
+  StateBounds largest;  // Of each plane, exactly, if there is no `non_finite`.
   struct NonFinite {
     Plane plane = Plane::kMaster;
     int64_t element = 0;  // In the chunk.

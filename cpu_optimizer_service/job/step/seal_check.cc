@@ -269,7 +269,7 @@ absl::Status CheckScale(const GradientScale& scale, int group_count) {
   for (int group = 0; group < group_count; ++group) {
     const double divisor = scale.divisors.empty() ? 1.0 : scale.divisors[group];
     // Written so that NaN fails too: every comparison with it is false.
-    // Below FLT_MIN it would be denormal in fp32, which the update takes for zero (adam.h).
+    // Below FLT_MIN it would be denormal in fp32, which the update takes for zero (common/rules/arithmetic.h).
     const double multiplier = 1.0 / (scale.loss_scale * divisor);
     if (!(divisor > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
       return absl::InvalidArgumentError(

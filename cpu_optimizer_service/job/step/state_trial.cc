@@ -9,10 +9,10 @@
 namespace ballast {
 
 void StateTrial::Add(int group, const StateBounds& largest) {
-  StateBounds& bounds = largest_[group];
-  bounds.master = std::max(bounds.master, largest.master);
-  bounds.exp_avg = std::max(bounds.exp_avg, largest.exp_avg);
-  bounds.exp_avg_sq = std::max(bounds.exp_avg_sq, largest.exp_avg_sq);
+  for (int place = 0; place < kMaxPlanes; ++place) {
+    double& bound = largest_[group].planes[place];
+    bound = std::max(bound, largest.planes[place]);
+  }
 }
 
 void StateTrial::Add(const JobSpec& spec, const StateOverflow& overflow) {
@@ -35,7 +35,7 @@ bool StateTrial::Fits(const JobSpec& spec) const {
   if (!first_.has_value()) return true;
   const int parameter = first_->gradient.parameter;
   return parameter >= 0 && parameter < static_cast<int>(spec.layout.parameters.size()) &&
-         first_->plane <= Plane::kMaxExpAvgSq;
+         static_cast<int>(first_->plane) < kPlaneKinds;
 }
 
 void StateTrial::Settle(const JobSpec& spec, Draft& draft) const {

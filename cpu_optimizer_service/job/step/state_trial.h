@@ -26,8 +26,7 @@ struct StateOverflow {
 class StateTrial {
  public:
   StateTrial() = default;
-  explicit StateTrial(int groups)
-      : largest_(groups, {.master = 0, .exp_avg = 0, .exp_avg_sq = 0}) {}
+  explicit StateTrial(int groups) : largest_(groups, {.planes = {}}) {}
 
   // The largest magnitudes of some of a group's state.
   void Add(int group, const StateBounds& largest);

@@ -10,12 +10,6 @@
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
-namespace {
-
-// The update takes their square roots.
-bool IsOfSquares(Plane plane) { return plane == Plane::kExpAvgSq || plane == Plane::kMaxExpAvgSq; }
-
-}  // namespace
 
 std::optional<int64_t> FirstBadValue(Plane plane, absl::Span<const float> values) {
   const bool squares = IsOfSquares(plane);

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
@@ -124,9 +125,9 @@ absl::StatusOr<std::vector<HyperParameters>> WithOverrides(
     }
     // All values are checked together: whether an lr is possible depends on the betas and on the
     // weight decay, too.
+    BALLAST_RETURN_IF_ERROR(Annotate(ValidateChanges(values[group], changes),
+                                     absl::StrCat("group ", spec.groups[group].name)));
     values[group] = Apply(values[group], changes);
-    BALLAST_RETURN_IF_ERROR(
-        Annotate(Validate(values[group]), absl::StrCat("group ", spec.groups[group].name)));
   }
   return values;
 }

@@ -156,10 +156,10 @@ void Executor::RollForward(const StepUpdate& update, int index) {
     // The turn that the word names is whole in the lane, and may be there in part in the planes, so
     // it is copied once more. A lane that was just taken names a turn of no elements.
     RedoTurn& turn = lane->turns[word.turn];
-    for (int plane = 0; plane < kMaxPlanes; ++plane) {
-      float* const to = chunk.to.planes[plane];
+    int place = 0;
+    for (float* const to : chunk.to.planes) {
       if (to == nullptr) continue;
-      std::copy_n(turn.plane(plane), word.count, to + (word.done - word.count));
+      std::copy_n(turn.plane(place++), word.count, to + (word.done - word.count));
     }
     chunk.done = word.done;
   }

@@ -21,7 +21,7 @@ struct Element {
   float max_exp_avg_sq;
 };
 
-// common/adam.h, term by term. The intrinsics keep the compiler from fusing.
+// common/rules/adam.h, term by term. The intrinsics keep the compiler from fusing.
 __device__ __forceinline__ void UpdateElement(const AdamScalars& s, bool amsgrad, Element& e) {
   float g = Product(Z(e.gradient), s.multiplier);
 

@@ -1,4 +1,4 @@
-// The optimizer's arithmetic on the device, with the bits of common/adam.h and
+// The optimizer's arithmetic on the device, with the bits of common/rules/adam.h and
 // common/gradient_norm.h.
 #ifndef BALLAST_GPU_WORKER_CUDA_KERNELS_ADAM_H_
 #define BALLAST_GPU_WORKER_CUDA_KERNELS_ADAM_H_
@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "gpu_worker/device/device.h"
 
 namespace ballast::worker::cuda {

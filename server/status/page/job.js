@@ -99,17 +99,25 @@ function speculation({ update_mode: mode, speculation: counts }) {
 
 const FIRST_DECADE = -12; // PlaneSummary in state.proto.
 
+const OPTIMIZERS = { SGD: "SGD", LION: "Lion", ADAGRAD: "Adagrad", SIGN_SGD: "SignSGD" };
+const optimizer = ({ rule, decoupled_weight_decay: decoupled }) => (rule === "ADAM" ? (decoupled ? "AdamW" : "Adam") : OPTIMIZERS[rule] || rule);
+
+// All but the learning rate; of switches those that are not as usual.
+function hyperParameters({ rule, lr, decoupled_weight_decay, ...values }) {
+  return Object.entries(values).map(([name, value]) => {
+    if (typeof value !== "boolean") return `${name} ${real(value)}`;
+    return value === (name === "bias_correction") ? "" : `${value ? "" : "no "}${name}`;
+  }).filter(Boolean).join(", ") || "–";
+}
+
 function groups(job) {
   const rows = job.groups.map(({ hyper_parameters: values, ...group }) => row([
-    element("strong", null, bare(group.name)), [real(values.lr)], [`${real(values.beta1)}, ${real(values.beta2)}`], [real(values.eps)],
-    [`${real(values.weight_decay)}${values.decoupled_weight_decay ? "" : " (L2)"}`], [count(group.parameter_count)], [count(group.trainable_elements)],
-    `${group.wire_dtype} → ${group.return_dtype}`.toLowerCase(),
-    [["amsgrad", values.amsgrad], ["maximize", values.maximize], ["no bias correction", !values.bias_correction]]
-      .filter(([, on]) => on).map(([name]) => name).join(", ") || "–",
+    element("strong", null, bare(group.name)), optimizer(values), [real(values.lr)], hyperParameters(values), [count(group.parameter_count)],
+    [count(group.trainable_elements)], `${group.wire_dtype} → ${group.return_dtype}`.toLowerCase(),
   ], { "data-key": group.name }));
   const limit = maxNorm(job);
   return card("groups", "Groups", limit ? `clipped to a norm of ${real(limit)}` : "not clipped",
-    table(["Group", ["Learning rate"], ["Betas"], ["Epsilon"], ["Weight decay"], ["Parameters"], ["Elements"], "Wire", "Options"], rows));
+    table(["Group", "Optimizer", ["Learning rate"], "Hyper-parameters", ["Parameters"], ["Elements"], "Wire"], rows));
 }
 
 function checkpoints(job) {
@@ -171,7 +179,8 @@ class Parameters {
   }
 
   show(parameter) {
-    const words = { MASTER: "Weights", EXP_AVG: "First moment", EXP_AVG_SQ: "Second moment", MAX_EXP_AVG_SQ: "Largest second moment" };
+    const words = { MASTER: "Weights", EXP_AVG: "First moment", EXP_AVG_SQ: "Second moment", MAX_EXP_AVG_SQ: "Largest second moment",
+      MOMENTUM_BUFFER: "Momentum", SUM: "Sum of squares" };
     const planes = parameter.planes.map((plane) => element("div", { class: "plane" },
       element("figure", null, element("figcaption", null, element("h3", null, words[plane.plane]),
         element("output", null, "magnitude by decade")), histogram(plane.magnitude_histogram, FIRST_DECADE, this.panel)),

@@ -313,12 +313,14 @@ def refusals(rank, world_size, service, job):
     return said
 
 
-def digest_with_given_gradients(rank, world_size, service, job, replicas=1, kind="sharded"):
-    """Of all weights and norms after some steps with gradients that have the same bits everywhere."""
+def digest_with_given_gradients(rank, world_size, service, job, replicas=1, kind="sharded", rules=()):
+    """Of all weights and norms after some steps with gradients that have the same bits everywhere. rules: what the param
+    groups have beside parameters; by default there is one group."""
     model = Model()
     if kind == "sharded":
         shard(model, mesh_of(world_size, replicas))
-    optimizer = ballast.torch.AdamW(named(model), lr=0.02, service=service, job=job, max_norm=0.5)
+    groups = [{"params": named(model)[number::len(rules)], **rule} for number, rule in enumerate(rules)]
+    optimizer = ballast.torch.AdamW(groups or named(model), lr=0.02, service=service, job=job, max_norm=0.5)
     digest = hashlib.sha256()
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

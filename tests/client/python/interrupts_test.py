@@ -14,7 +14,7 @@ from torch_test import Model, batch, loss_of, names
 
 import ballast
 import ballast.torch
-from interrupts import AfterCall, AtLine
+from interrupts_ranks import AfterCall, AtLine
 
 _STEPS = 4
 # Of all modes: BALLAST_INTERRUPTS=500 says more, in some minutes, and has all calls, not every third.

@@ -550,7 +550,7 @@ class TorchTest(unittest.TestCase):
                            [dict(params=[("a", model.scalar)]), dict(params=[("b", model.scalar)])]):
             with refused(self, ValueError):
                 ballast.torch.AdamW(parameters)
-        for options in (dict(capturable=True), dict(max_norm=0.0), dict(update="later"), dict(service="x:1")):
+        for options in (dict(differentiable=True), dict(max_norm=0.0), dict(update="later"), dict(service="x:1")):
             with refused(self, ValueError):
                 ballast.torch.AdamW(names(model), **options)
         for service in (7070, ["a:7070", 7070], []):

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/support/block_sums.h"
 

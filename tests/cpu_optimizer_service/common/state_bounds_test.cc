@@ -1,20 +1,22 @@
 #include "cpu_optimizer_service/common/state_bounds.h"
 
+#include <array>
 #include <cfloat>
 #include <cmath>
+#include <map>
 #include <random>
 #include <vector>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace ballast {
 namespace {
 
-constexpr StateBounds kFresh = {.master = 1, .exp_avg = 0, .exp_avg_sq = 0};
+constexpr StateBounds kFresh = {.planes = {1, 0, 0, 0}};
 
 TEST(StateBounds, NothingIsKnownAtFirst) {
   EXPECT_FALSE(StateBounds().finite());
@@ -53,30 +55,44 @@ TEST(StateBounds, HoldForEveryElement) {
   const auto uniform = [&](double from, double to) {
     return std::uniform_real_distribution<double>(from, to)(random);
   };
-  int known = 0;
-  for (int trial = 0; trial < 4000; ++trial) {
+  std::map<Rule, int> known;
+  for (int trial = 0; trial < 8000; ++trial) {
     const auto magnitude = [&] { return std::pow(10.0, uniform(-40, 38)); };
-    HyperParameters values = {.lr = std::pow(10.0, uniform(-8, 12)),
-                              .beta1 = uniform(0, 1),
-                              .beta2 = uniform(0, 1),
-                              .eps = std::pow(10.0, uniform(-20, 2)),
-                              .weight_decay = std::pow(10.0, uniform(-8, 3)),
-                              .decoupled_weight_decay = trial % 2 == 0,
-                              .bias_correction = trial % 3 != 0,
-                              .amsgrad = trial % 5 == 0,
-                              .maximize = trial % 7 == 0};
-    StateBounds bounds = {.master = magnitude(), .exp_avg = magnitude(), .exp_avg_sq = magnitude()};
-    std::vector<float> gradient(kBlockElements), w(kBlockElements), m(kBlockElements),
-        v(kBlockElements), vm(kBlockElements);
+    // Every second trial is of Adam, whose hyper-parameters are the most.
+    const auto rule = static_cast<Rule>(trial % 2 == 0 ? 0 : trial / 2 % Rules().size());
+    HyperParameters values = DefaultsOf(rule);
+    values.lr = std::pow(10.0, uniform(-8, 12));
+    values.beta1 = uniform(0, 1);
+    values.beta2 = uniform(0, 1);
+    values.eps = std::pow(10.0, uniform(-20, 2));
+    values.weight_decay = std::pow(10.0, uniform(-8, 3));
+    values.decoupled_weight_decay = trial % 4 < 2;
+    values.bias_correction = trial % 3 != 0;
+    values.amsgrad = trial % 5 == 0;
+    values.maximize = trial % 7 == 0;
+    values.momentum = trial % 3 == 0 ? 0 : uniform(0, 1.5);
+    values.nesterov = values.momentum > 0 && trial % 5 == 0;
+    values.dampening = values.nesterov ? 0 : uniform(-1, 3);
+    values.lr_decay = trial % 3 == 0 ? 0 : uniform(0, 1);
+    if (!Validate(values).ok()) continue;
+    const PlaneList planes = PlanesOf(values);
+    StateBounds bounds = {.planes = {}};
+    for (size_t place = 0; place < planes.size(); ++place) bounds.planes[place] = magnitude();
+    std::vector<float> gradient(kBlockElements);
+    std::array<std::vector<float>, kMaxPlanes> state;
+    state.fill(gradient);
     for (int i = 0; i < kBlockElements; ++i) {
-      // At the bound, or somewhere below it.
-      const auto some = [&](double bound) {
-        return static_cast<float>(i % 4 == 0 ? bound * (1 - 0x1p-24) : bound * uniform(0, 1));
-      };
-      w[i] = some(bounds.master) * (i % 2 == 0 ? 1 : -1);
-      m[i] = some(bounds.exp_avg) * (i % 3 == 0 ? 1 : -1);
-      v[i] = i % 5 == 0 ? 0 : some(bounds.exp_avg_sq);
-      vm[i] = some(bounds.exp_avg_sq);
+      for (size_t place = 0; place < planes.size(); ++place) {
+        // At the bound, or somewhere below it.
+        const double below = i % 4 == 0 ? 1 - 0x1p-24 : uniform(0, 1);
+        float& value = state[place][i];
+        value = static_cast<float>(bounds.planes[place] * below);
+        if (IsOfSquares(planes[place])) {
+          if (i % 5 == 0) value = 0;
+        } else if ((i + place) % 2 == 0) {
+          value = -value;
+        }
+      }
     }
     const double size = magnitude();
     for (float& g : gradient) g = static_cast<float>(size * uniform(-1, 1));
@@ -84,31 +100,35 @@ TEST(StateBounds, HoldForEveryElement) {
     const double sum = BlockSumOfSquaresReference(gradient.data(), DType::kFloat32);
     bounds = BoundsAfter(bounds, values, sum, multiplier);
     if (!bounds.finite()) continue;
-    ++known;
-    UpdateAdamReference({.elements = kBlockElements,
-                         .gradient = gradient.data(),
-                         .gradient_dtype = DType::kFloat32,
-                         .master = w.data(),
-                         .exp_avg = m.data(),
-                         .exp_avg_sq = v.data(),
-                         .max_exp_avg_sq = values.amsgrad ? vm.data() : nullptr,
-                         .new_master = w.data(),
-                         .new_exp_avg = m.data(),
-                         .new_exp_avg_sq = v.data(),
-                         .new_max_exp_avg_sq = values.amsgrad ? vm.data() : nullptr,
-                         .shard = nullptr,
-                         .shard_dtype = DType::kFloat32,
-                         .scalars = MakeAdamScalars(values, 1 + trial % 1000, multiplier)});
-    for (int i = 0; i < kBlockElements; ++i) {
-      ASSERT_LE(std::fabs(w[i]), bounds.master) << ToString(values);
-      ASSERT_LE(std::fabs(m[i]), bounds.exp_avg) << ToString(values);
-      ASSERT_LE(v[i], bounds.exp_avg_sq) << ToString(values);
-      if (values.amsgrad) {
-        ASSERT_LE(vm[i], bounds.exp_avg_sq) << ToString(values);
+    ++known[rule];
+    RuleRun run = {.elements = kBlockElements,
+                   .gradient = gradient.data(),
+                   .values = &values,
+                   .update_count = trial % 11 == 0 ? 1 : 1 + trial % 1000,
+                   .multiplier = multiplier};
+    for (size_t place = 0; place < planes.size(); ++place) {
+      run.from[place] = run.to[place] = state[place].data();
+    }
+    UpdateReference(run);
+    for (size_t place = 0; place < planes.size(); ++place) {
+      for (const float value : state[place]) {
+        ASSERT_LE(std::fabs(value), bounds.planes[place])
+            << Name(planes[place]) << " of " << ToString(values);
       }
     }
   }
-  EXPECT_GT(known, 500);
+  EXPECT_EQ(known.size(), Rules().size());
+  for (const auto& [rule, count] : known) EXPECT_GT(count, 100) << RowOf(rule).name;
+}
+
+TEST(StateBounds, OfRulesThatMoveByLrRiseByLr) {
+  for (const Rule rule : {Rule::kLion, Rule::kSignSgd}) {
+    StateBounds bounds = {.planes = {1, 0, 0, 0}};
+    for (int step = 0; step < 1000; ++step) {
+      bounds = BoundsAfter(bounds, DefaultsOf(rule), 1e6, 1);
+    }
+    EXPECT_LT(bounds.planes[0], 1 + 1000 * DefaultsOf(rule).lr * 1.02) << RowOf(rule).name;
+  }
 }
 
 }  // namespace

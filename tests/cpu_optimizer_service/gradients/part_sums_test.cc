@@ -136,7 +136,8 @@ TEST(PartSums, OfABlockNeedAllOfItsElementsOnce) {
   EXPECT_TRUE(refused({first, with({.parameter = -1, .begin = 0, .values = {1}})}));
   EXPECT_TRUE(refused({first, with({.parameter = 0, .begin = 599, .values = {1, 2}})}));
   EXPECT_TRUE(refused({first, with({.parameter = 0, .begin = -1, .values = {1, 2}})}));
-  EXPECT_TRUE(refused({first, with({.parameter = 0, .begin = 500, .values = std::vector<float>(20)})}));
+  EXPECT_TRUE(
+      refused({first, with({.parameter = 0, .begin = 500, .values = std::vector<float>(20)})}));
   PartSums groups = second;
   groups.groups.resize(2);
   EXPECT_TRUE(refused({first, groups}));

@@ -74,7 +74,7 @@ class JobDeriveTest : public JobDriverTest {
                                 .value();
       for (const int chunk : driver.layout().chunks_of_rank(rank)) {
         const Chunk& of = driver.layout().chunks()[chunk];
-        const int planes = PlanesByGroup(driver.job().spec())[of.group];
+        const auto planes = static_cast<int>(PlanesByGroup(driver.job().spec())[of.group].size());
         std::vector<float> values(planes * of.elements);
         for (int plane = 0; plane < planes; ++plane) {
           for (const ChunkPiece& piece : driver.layout().Pieces(chunk)) {

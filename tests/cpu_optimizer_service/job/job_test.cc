@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/support/messages.h"
 

@@ -109,8 +109,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2252u);
-  EXPECT_EQ(HashOf(bytes), "7c3fd7705a7704b864bc62988b893dc547a9bd981824805ee2642232fd68e86c");
+  EXPECT_EQ(bytes.size(), 2676u);
+  EXPECT_EQ(HashOf(bytes), "dac549bcf0097d1457be2208af668705da68e76e34dcab416e32e03c924cbb0e");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 
 #include <array>
 #include <bit>

@@ -19,11 +19,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/floating_point_mode.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/kernels/guarded_array.h"
@@ -113,7 +114,7 @@ testing::AssertionResult Same(const GuardedArray& actual, const GuardedArray& ex
   return testing::AssertionSuccess();
 }
 
-// --- The Adam update ---
+// --- Updates ---
 
 struct UpdateCase {
   HyperParameters values;
@@ -139,28 +140,32 @@ struct Planes {
         shard(c.shard_dtype.value_or(DType::kFloat32), c.elements, c.shift) {
     Values values(seed, special_every);
     values.Fill(gradient);
-    for (size_t plane = 0; plane < old_state.size(); ++plane) {
-      values.Fill(old_state[plane], /*not_negative=*/plane >= 2);
+    const PlaneList planes = PlanesOf(c.values);
+    for (size_t place = 0; place < planes.size(); ++place) {
+      values.Fill(old_state[place], /*not_negative=*/IsOfSquares(planes[place]));
     }
   }
 
-  AdamRun Run(const UpdateCase& c, const AdamScalars& scalars) {
+  RuleRun Run(const UpdateCase& c, int64_t update_count = 3) {
     std::vector<GuardedArray>& to = c.in_place ? old_state : new_state;
-    const bool amsgrad = c.values.amsgrad;
-    return {.elements = c.elements,
-            .gradient = gradient.data(),
-            .gradient_dtype = c.gradient_dtype,
-            .master = old_state[0].floats(),
-            .exp_avg = old_state[1].floats(),
-            .exp_avg_sq = old_state[2].floats(),
-            .max_exp_avg_sq = amsgrad ? old_state[3].floats() : nullptr,
-            .new_master = to[0].floats(),
-            .new_exp_avg = to[1].floats(),
-            .new_exp_avg_sq = to[2].floats(),
-            .new_max_exp_avg_sq = amsgrad ? to[3].floats() : nullptr,
-            .shard = c.shard_dtype ? shard.data() : nullptr,
-            .shard_dtype = c.shard_dtype.value_or(DType::kFloat32),
-            .scalars = scalars};
+    RuleRun run = {.elements = c.elements,
+                   .gradient = gradient.data(),
+                   .gradient_dtype = c.gradient_dtype,
+                   .shard = c.shard_dtype ? shard.data() : nullptr,
+                   .shard_dtype = c.shard_dtype.value_or(DType::kFloat32),
+                   .values = &c.values,
+                   .update_count = update_count,
+                   .multiplier = 0.75f};
+    for (size_t place = 0; place < PlanesOf(c.values).size(); ++place) {
+      run.from[place] = old_state[place].floats();
+      run.to[place] = to[place].floats();
+    }
+    return run;
+  }
+  AdamRun Run(const UpdateCase& c, const AdamScalars& scalars) {
+    AdamRun run = AdamRunOf(Run(c));
+    run.scalars = scalars;
+    return run;
   }
 
   static std::vector<GuardedArray> MakeState(const UpdateCase& c) {
@@ -178,13 +183,8 @@ struct Planes {
   GuardedArray shard;
 };
 
-void ExpectKernelEqualsReference(const UpdateCase& c, const AdamScalars& scalars, uint32_t seed,
-                                 uint32_t special_every = 4) {
-  Planes expected(c, seed, special_every);
-  Planes actual(c, seed, special_every);
-  UpdateAdamReference(expected.Run(c, scalars));
-  UpdateAdam(actual.Run(c, scalars));
-  for (size_t plane = 0; plane < 4; ++plane) {
+void ExpectSame(const UpdateCase& c, const Planes& actual, const Planes& expected) {
+  for (size_t plane = 0; plane < kMaxPlanes; ++plane) {
     ASSERT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane << Describe(c);
     ASSERT_TRUE(Same(actual.new_state[plane], expected.new_state[plane])) << plane << Describe(c);
   }
@@ -192,8 +192,21 @@ void ExpectKernelEqualsReference(const UpdateCase& c, const AdamScalars& scalars
   ASSERT_TRUE(Same(actual.shard, expected.shard)) << Describe(c);
 }
 
-void ExpectKernelEqualsReference(const UpdateCase& c, uint32_t seed) {
-  ExpectKernelEqualsReference(c, MakeAdamScalars(c.values, 1 + seed % 50, 0.75f), seed);
+void ExpectKernelEqualsReference(const UpdateCase& c, uint32_t seed, uint32_t special_every = 4) {
+  Planes expected(c, seed, special_every);
+  Planes actual(c, seed, special_every);
+  UpdateReference(expected.Run(c, 1 + seed % 50));
+  UpdateByRule(actual.Run(c, 1 + seed % 50));
+  ExpectSame(c, actual, expected);
+}
+
+void ExpectKernelEqualsReference(const UpdateCase& c, const AdamScalars& scalars, uint32_t seed,
+                                 uint32_t special_every) {
+  Planes expected(c, seed, special_every);
+  Planes actual(c, seed, special_every);
+  UpdateAdamReference(expected.Run(c, scalars));
+  UpdateAdam(actual.Run(c, scalars));
+  ExpectSame(c, actual, expected);
 }
 
 std::vector<HyperParameters> EveryOption() {
@@ -211,6 +224,19 @@ std::vector<HyperParameters> EveryOption() {
                      .bias_correction = (flags & 2) != 0,
                      .amsgrad = (flags & 4) != 0,
                      .maximize = (flags & 8) != 0});
+    }
+  }
+  for (const RuleRow& row : Rules().subspan(1)) {
+    for (const int flags : {0, 1, 2, 3, 4, 5}) {
+      HyperParameters values = row.defaults;
+      values.lr = flags == 5 ? 3 : 0.01;  // Above 1 no product may be left out.
+      values.weight_decay = flags % 2 == 0 ? 0 : 0.1;
+      values.momentum = flags < 2 ? 0 : 0.9;
+      values.dampening = flags == 2 ? 0.25 : 0;
+      values.nesterov = flags > 3;
+      values.lr_decay = flags == 3 ? 0.1 : 0;
+      values.maximize = flags == 4;
+      all.push_back(values);
     }
   }
   return all;
@@ -268,13 +294,12 @@ TEST_P(KernelTest, UpdateMayLeaveTheShardWhereTheGradientWas) {
                               .elements = elements,
                               .shift = seed % 3 == 0 ? seed % 37 : 0,
                               .in_place = true};
-        const AdamScalars scalars = MakeAdamScalars(c.values, 3, 0.75f);
         Planes expected(c, seed);
         Planes actual(c, seed);
-        UpdateAdamReference(expected.Run(c, scalars));
-        AdamRun run = actual.Run(c, scalars);
+        UpdateReference(expected.Run(c));
+        RuleRun run = actual.Run(c);
         run.shard = actual.gradient.data();
-        UpdateAdam(run);
+        UpdateByRule(run);
         ASSERT_TRUE(Same(actual.gradient, expected.shard)) << Describe(c);
         ASSERT_TRUE(Same(actual.old_state[0], expected.old_state[0])) << Describe(c);
       }
@@ -291,8 +316,10 @@ class PagedPlanes {
   static constexpr int64_t kElements = 2048;
   static constexpr int64_t kPageElements = 1024;
 
-  explicit PagedPlanes(bool amsgrad, bool has_shard = false)
-      : planes_(amsgrad ? 4 : 3), has_shard_(has_shard) {
+  explicit PagedPlanes(const HyperParameters& values_of_rule, bool has_shard = false)
+      : values_(values_of_rule),
+        planes_(static_cast<int>(PlanesOf(values_).size())),
+        has_shard_(has_shard) {
     void* const memory = mmap(nullptr, (planes_ + 1) * kElements * sizeof(float),
                               PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) abort();
@@ -300,14 +327,14 @@ class PagedPlanes {
     Values values(5);
     for (int64_t i = 0; i < planes_ * kElements; ++i) {
       const float value = values.Next();
-      memory_[i] = i < 2 * kElements ? value : std::fabs(value);
+      memory_[i] = IsOfSquares(PlanesOf(values_)[i / kElements]) ? std::fabs(value) : value;
     }
     for (int64_t i = 0; i < kElements; ++i) gradient()[i] = values.Next();
   }
   ~PagedPlanes() { munmap(memory_, (planes_ + 1) * kElements * sizeof(float)); }
 
   int planes() const { return planes_; }
-  float* plane(int plane) { return plane < planes_ ? memory_ + plane * kElements : nullptr; }
+  float* plane(int plane) { return memory_ + plane * kElements; }
   float* gradient() { return memory_ + planes_ * kElements; }
   // Of the planes, or of the gradient behind them.
   void Protect(int which, int protection) {
@@ -315,24 +342,18 @@ class PagedPlanes {
              protection);
   }
   void Update(int64_t begin, int64_t end, RedoWriter* redo) {
-    const auto at = [&](int which) {
-      return plane(which) == nullptr ? nullptr : plane(which) + begin;
-    };
-    UpdateAdam({.elements = end - begin,
-                .gradient = gradient() + begin,
-                .gradient_dtype = DType::kFloat32,
-                .master = at(0),
-                .exp_avg = at(1),
-                .exp_avg_sq = at(2),
-                .max_exp_avg_sq = at(3),
-                .new_master = at(0),
-                .new_exp_avg = at(1),
-                .new_exp_avg_sq = at(2),
-                .new_max_exp_avg_sq = at(3),
-                .shard = has_shard_ ? gradient() + begin : nullptr,
-                .shard_dtype = DType::kFloat32,
-                .scalars = MakeAdamScalars(HyperParameters(), 3, 0.5f)},
-               redo);
+    RuleRun run = {.elements = end - begin,
+                   .gradient = gradient() + begin,
+                   .gradient_dtype = DType::kFloat32,
+                   .shard = has_shard_ ? gradient() + begin : nullptr,
+                   .shard_dtype = DType::kFloat32,
+                   .values = &values_,
+                   .update_count = 3,
+                   .multiplier = 0.5f};
+    for (int place = 0; place < planes_; ++place) {
+      run.from[place] = run.to[place] = plane(place) + begin;
+    }
+    UpdateByRule(run, redo);
   }
   // As a process does that takes over.
   void Finish(RedoLane& lane) {
@@ -356,17 +377,24 @@ class PagedPlanes {
   }
 
  private:
+  const HyperParameters values_;
   const int planes_;
   const bool has_shard_;
   float* memory_ = nullptr;
 };
 
+// Of one plane to four.
+const HyperParameters kOne = DefaultsOf(Rule::kSignSgd);
+const HyperParameters kTwo = DefaultsOf(Rule::kAdagrad);
+const HyperParameters kThree = {};
+const HyperParameters kFour = {.amsgrad = true};
+
 TEST_P(KernelTest, AnUpdateThatIsCutOffBehindAnyTurnIsFinishedFromItsRecord) {
-  for (const bool amsgrad : {false, true}) {
-    PagedPlanes whole(amsgrad);
+  for (const HyperParameters& values : {kOne, kTwo, kThree, kFour}) {
+    PagedPlanes whole(values);
     whole.Update(0, PagedPlanes::kElements, nullptr);
     for (const int64_t done : {1, 5, 31, 32, 33, 64, 100, 1000, 2047, 2048}) {
-      PagedPlanes cut(amsgrad);
+      PagedPlanes cut(values);
       RedoLane lane;
       RedoWriter redo(lane, 7, 0);
       cut.Update(0, done, &redo);
@@ -378,7 +406,7 @@ TEST_P(KernelTest, AnUpdateThatIsCutOffBehindAnyTurnIsFinishedFromItsRecord) {
         std::fill_n(cut.plane(which) + done - word.count, word.count, -1.0f);
       }
       cut.Finish(lane);
-      EXPECT_TRUE(cut.Equals(whole)) << done << " done, amsgrad " << amsgrad;
+      EXPECT_TRUE(cut.Equals(whole)) << done << " done, " << ToString(values);
     }
   }
 }
@@ -393,21 +421,23 @@ TEST_P(KernelTest, AnUpdateThatEndsAtAStoreToAnyPlaneIsFinishedFromItsRecord) {
   struct sigaction before = {};
   std::fenv_t mode;
   ASSERT_EQ(std::fegetenv(&mode), 0);
-  for (const auto& [amsgrad, has_shard, begin] :
-       std::vector<std::tuple<bool, bool, int64_t>>{{false, false, 0},
-                                                    {true, false, 0},
-                                                    {false, true, 0},
-                                                    {true, true, 0},
-                                                    {false, false, 16},
-                                                    {false, true, 16},
-                                                    {true, true, 16},
-                                                    {true, true, 7}}) {
-    PagedPlanes whole(amsgrad, has_shard);
+  for (const auto& [values, has_shard, begin] :
+       std::vector<std::tuple<HyperParameters, bool, int64_t>>{{kThree, false, 0},
+                                                               {kFour, false, 0},
+                                                               {kThree, true, 0},
+                                                               {kFour, true, 0},
+                                                               {kThree, false, 16},
+                                                               {kThree, true, 16},
+                                                               {kFour, true, 16},
+                                                               {kFour, true, 7},
+                                                               {kOne, true, 7},
+                                                               {kTwo, true, 16}}) {
+    PagedPlanes whole(values, has_shard);
     whole.Update(begin, PagedPlanes::kElements, nullptr);
     for (int which = 0; which < whole.planes() + (has_shard ? 1 : 0); ++which) {
-      SCOPED_TRACE(absl::StrCat("plane ", which, ", amsgrad ", amsgrad, ", shard ", has_shard,
+      SCOPED_TRACE(absl::StrCat("plane ", which, ", ", ToString(values), ", shard ", has_shard,
                                 ", from ", begin));
-      PagedPlanes cut(amsgrad, has_shard);
+      PagedPlanes cut(values, has_shard);
       RedoLane lane;
       cut.Protect(which, PROT_READ);
       sigaction(SIGSEGV, &fails, &before);
@@ -553,16 +583,50 @@ TEST_P(KernelTest, UpdateEqualsTheReferenceWhereTinyOperandsMeetLargerOnes) {
   }
 }
 
+TEST_P(KernelTest, OtherRulesEqualTheReferenceWhereTinyOperandsMeetLargerOnes) {
+  for (uint32_t seed = 0; seed < 80; ++seed) {
+    const bool large_steps = seed % 3 == 0;
+    HyperParameters values = DefaultsOf(static_cast<Rule>(1 + seed % (Rules().size() - 1)));
+    // Powers of two, as in NearlyTiny::Scalars.
+    values.lr = large_steps ? 0x1p40 : seed % 3 == 1 ? 0.5 : 0x1p-95;
+    values.beta1 = values.momentum = 0.5;
+    values.beta2 = 0.75;
+    values.eps = large_steps ? 0x1p31 : 1;
+    values.weight_decay = seed % 2 == 0 ? 0 : 0.5;
+    values.dampening = seed % 5 == 0 ? 0.5 : 0;
+    values.nesterov = values.dampening == 0;
+    const UpdateCase c = {.values = values,
+                          .gradient_dtype = DType::kFloat32,
+                          .shard_dtype = DType::kBFloat16,
+                          .elements = 5000,
+                          .shift = 0,
+                          .in_place = true};
+    Planes expected(c, seed);
+    Planes actual(c, seed);
+    for (Planes* const each : {&expected, &actual}) {
+      NearlyTiny(seed).Fill(each->gradient, each->old_state);
+      for (int64_t i = 0; i < c.elements && IsOfSquares(PlanesOf(values).back()); ++i) {
+        each->old_state[1].Set(i, std::fabs(each->old_state[1].Get(i)));
+      }
+      RuleRun run = each->Run(c, 1 + seed % 3);
+      run.multiplier = 1;
+      each == &expected ? UpdateReference(run) : UpdateByRule(run);
+    }
+    ExpectSame(c, actual, expected);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(KernelTest, UpdateEqualsTheReferenceOverOrdinaryValuesWithFewSpecialOnes) {
-  for (uint32_t seed = 0; seed < 30; ++seed) {
-    const UpdateCase c = {.values = {.amsgrad = seed % 2 == 1},
+  const std::vector<HyperParameters> options = EveryOption();
+  for (uint32_t seed = 0; seed < options.size(); ++seed) {
+    const UpdateCase c = {.values = options[seed],
                           .gradient_dtype = kDTypes[seed % 3],
                           .shard_dtype = DType::kBFloat16,
                           .elements = 20000,
                           .shift = seed % 5,
                           .in_place = true};
-    ExpectKernelEqualsReference(c, MakeAdamScalars(c.values, 1 + seed, 0.75f), seed,
-                                /*special_every=*/3000);
+    ExpectKernelEqualsReference(c, seed, /*special_every=*/3000);
     if (HasFatalFailure()) return;
   }
 }

@@ -1,18 +1,19 @@
 #!/usr/bin/python3
-"""Makes torch_goldens.txt: what torch.optim.Adam and AdamW make of 100 steps.
+"""Makes torch_goldens.txt: what torch.optim makes of 100 steps, for every rule.
 
-    /usr/bin/python3 make_torch_goldens.py > torch_goldens.txt    (Debian: python3-torch)
+    python3 make_torch_goldens.py > torch_goldens.txt
 
-Inputs are not stored: adam_parity_test.cc makes the same ones from a hash, in exact arithmetic (an
+Inputs are not stored: torch_parity_test.cc makes the same ones from a hash, in exact arithmetic (an
 integer of 24 bits times a power of two). bias_correction=False has no peer in torch; the NumPy model
 covers it.
 
 Format, one line each:
     case NAME
-    group LR BETA1 BETA2 EPS WEIGHT_DECAY DECOUPLED AMSGRAD MAXIMIZE ELEMENTS SEED SCALE_EXPONENT
-    PLANE HEX...    fp32 bits: master, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq
+    group RULE ELEMENTS SEED SCALE_EXPONENT HYPER_PARAMETER=VALUE...
+    PLANE HEX...    fp32 bits of each plane that the rule has
 """
 
+import itertools
 import sys
 
 import numpy as np
@@ -47,11 +48,15 @@ def gradient(seed, step, elements, scale_exponent):
 
 
 DEFAULTS = dict(
-    lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False, scale=-3
+    adam=dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False),
+    sgd=dict(lr=1e-2, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False, maximize=False),
+    lion=dict(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0, maximize=False),
+    adagrad=dict(lr=1e-2, eps=1e-10, weight_decay=0.0, lr_decay=0.0, initial_accumulator_value=0.0, maximize=False),
+    signsgd=dict(lr=1e-3, weight_decay=0.0, maximize=False),
 )
 
 
-def cases():
+def adam_cases():
     alone = dict(
         defaults={},
         weight_decay=dict(weight_decay=0.1),
@@ -73,31 +78,97 @@ def cases():
         dict(lr=2e-3, weight_decay=0.3, maximize=True, scale=-9),
         dict(lr=0.0, beta1=0.5),
     ]
-    for kind in ("adamw", "adam"):
+    for kind, decoupled in (("adamw", True), ("adam", False)):
         for name, options in alone.items():
-            yield f"{kind}_{name}", kind, [options]
-        yield f"{kind}_several_groups", kind, groups
+            yield f"{kind}_{name}", [dict(options, rule="adam", decoupled_weight_decay=decoupled)]
+        yield f"{kind}_several_groups", [dict(group, rule="adam", decoupled_weight_decay=decoupled) for group in groups]
 
 
-def run_case(name, kind, groups, seed):
-    groups = [dict(DEFAULTS, **group, seed=seed + i) for i, group in enumerate(groups)]
-    optimizer_class = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
-    parameters = [torch.nn.Parameter(torch.from_numpy(values(g["seed"], 0, ELEMENTS, 0))) for g in groups]
-    optimizer = optimizer_class(
-        [
-            dict(
-                params=[parameter],
-                lr=g["lr"],
-                betas=(g["beta1"], g["beta2"]),
-                eps=g["eps"],
-                weight_decay=g["weight_decay"],
-                amsgrad=g["amsgrad"],
-                maximize=g["maximize"],
-                foreach=False,
-            )
-            for g, parameter in zip(groups, parameters)
-        ]
+def other_cases():
+    of_rule = dict(
+        sgd=dict(
+            defaults={},
+            weight_decay=dict(weight_decay=0.1),
+            momentum=dict(momentum=0.9),
+            dampening=dict(momentum=0.9, dampening=0.3),
+            nesterov=dict(momentum=0.95, nesterov=True),
+            maximize=dict(momentum=0.5, maximize=True),
+            together=dict(lr=3e-3, momentum=0.8, nesterov=True, weight_decay=0.05, maximize=True, scale=0),
+        ),
+        lion=dict(
+            defaults={},
+            weight_decay=dict(weight_decay=0.3, lr=1e-3),
+            betas=dict(beta1=0.95, beta2=0.98),
+            no_momentum=dict(beta1=0.0),
+            maximize=dict(maximize=True, scale=4),
+        ),
+        adagrad=dict(
+            defaults={},
+            weight_decay=dict(weight_decay=0.1),
+            lr_decay=dict(lr_decay=0.05),
+            initial_accumulator_value=dict(initial_accumulator_value=0.7),
+            eps=dict(eps=1e-3),
+            together=dict(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1, weight_decay=0.02, maximize=True, scale=0),
+        ),
+        signsgd=dict(defaults={}, weight_decay=dict(weight_decay=0.2), maximize=dict(lr=0.01, maximize=True)),
     )
+    for rule, cases in of_rule.items():
+        for name, options in cases.items():
+            yield f"{rule}_{name}", [dict(options, rule=rule)]
+
+
+class Lion(torch.optim.Optimizer):
+    """Listing 2 of Chen et al. 2023, line by line: torch has no Lion."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = -parameter.grad if group["maximize"] else parameter.grad
+                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                update = momentum * group["beta1"] + gradient * (1 - group["beta1"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(torch.sign(update) * group["lr"])
+                momentum.mul_(group["beta2"]).add_(gradient * (1 - group["beta2"]))
+
+
+class SignSGD(torch.optim.Optimizer):
+    """Algorithm 1 of Bernstein et al. 2018, with the decay of torch.optim.AdamW."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = -parameter.grad if group["maximize"] else parameter.grad
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(torch.sign(gradient) * group["lr"])
+
+
+def make_optimizer(groups, parameters):
+    """groups: of one rule."""
+    given = []
+    for group, parameter in zip(groups, parameters):
+        values = {name: value for name, value in group.items() if name in DEFAULTS[group["rule"]]}
+        if group["rule"] == "adam":
+            values["betas"] = (values.pop("beta1"), values.pop("beta2"))
+        given.append(dict(values, params=[parameter]))
+    rule = groups[0]["rule"]
+    if rule == "lion":
+        return Lion(given, {})
+    if rule == "signsgd":
+        return SignSGD(given, {})
+    if rule == "adam":
+        kind = torch.optim.AdamW if groups[0]["decoupled_weight_decay"] else torch.optim.Adam
+        return kind(given, foreach=False)
+    if rule == "sgd":
+        return torch.optim.SGD(given, foreach=False)
+    # The accumulators are made with the optimizer's value, not the group's.
+    return torch.optim.Adagrad(given, initial_accumulator_value=groups[0]["initial_accumulator_value"], foreach=False)
+
+
+def run_case(name, groups, seed):
+    groups = [dict(dict(DEFAULTS[g["rule"]], scale=-3), **g, seed=seed + i) for i, g in enumerate(groups)]
+    parameters = [torch.nn.Parameter(torch.from_numpy(values(g["seed"], 0, ELEMENTS, 0))) for g in groups]
+    optimizer = make_optimizer(groups, parameters)
     for step in range(1, STEPS + 1):
         for g, parameter in zip(groups, parameters):
             parameter.grad = torch.from_numpy(gradient(g["seed"], step, ELEMENTS, g["scale"]))
@@ -105,24 +176,21 @@ def run_case(name, kind, groups, seed):
 
     print("case", name)
     for g, parameter in zip(groups, parameters):
-        print(
-            "group", *(repr(float(g[key])) for key in ("lr", "beta1", "beta2", "eps", "weight_decay")),
-            int(kind == "adamw"), int(g["amsgrad"]), int(g["maximize"]), ELEMENTS, g["seed"], g["scale"],
-        )  # fmt: skip
+        print("group", g["rule"], ELEMENTS, g["seed"], g["scale"],
+              *(f"{key}={float(value)!r}" for key, value in g.items() if key not in ("rule", "seed", "scale")))
         state = optimizer.state[parameter]
-        planes = dict(master=parameter.detach(), exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
-        if g["amsgrad"]:
-            planes["max_exp_avg_sq"] = state["max_exp_avg_sq"]
+        planes = dict(master=parameter.detach(), **{key: value for key, value in state.items() if key != "step"})
         for plane, tensor in planes.items():
-            print(plane, *(f"{bits:08x}" for bits in tensor.numpy().view(np.uint32)))
+            if tensor is not None:
+                print(plane, *(f"{bits:08x}" for bits in tensor.numpy().view(np.uint32)))
 
 
 def main():
     torch.set_num_threads(1)
     print(f"# torch {torch.__version__}, made by {sys.argv[0].split('/')[-1]}")
     seed = 1
-    for name, kind, groups in cases():
-        run_case(name, kind, groups, seed)
+    for name, groups in itertools.chain(adam_cases(), other_cases()):
+        run_case(name, groups, seed)
         seed += len(groups)
 
 

@@ -1,4 +1,4 @@
-"""The update as common/adam.h writes it, in NumPy.
+"""The update as common/rules/adam.h writes it, in NumPy.
 
 Written from that page and from nothing else: numpy_adam_test.py holds the kernels to it bit for bit.
 """

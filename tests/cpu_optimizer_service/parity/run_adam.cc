@@ -8,8 +8,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {

@@ -173,6 +173,10 @@ TEST_F(CheckpointTest, WhatTheIndexSaysOfTheLastStepIsChecked) {
       [](json& index) { index.erase("trainer_state"); },
       [](json& index) { index.erase("epoch"); },
       [](json& index) { index.erase("generation"); },
+      [](json& index) { index["last_step"]["hyper_parameters"][0]["rule"] = "soap"; },
+      [](json& index) { index["groups"][0]["hyper_parameters"]["rule"] = 3; },
+      [](json& index) { index["groups"][1]["name"] = index["groups"][0]["name"]; },
+      [](json& index) { index["parameters"][0]["group"] = "nowhere"; },
       [](json& index) { index["last_step"]["voted"]["abandon"] = 1; },
       [](json& index) { index["last_step"]["voted"]["max_norm"] = -1; },
       [](json& index) {
@@ -183,6 +187,12 @@ TEST_F(CheckpointTest, WhatTheIndexSaysOfTheLastStepIsChecked) {
     EXPECT_EQ(load_with(kDamages[i]).code(), absl::StatusCode::kDataLoss) << i;
     EXPECT_EQ(driver.job().Status().trainer_state, "state") << i;
   }
+  // A newer service's rule is no damage; and one that was the only one need not be there.
+  EXPECT_TRUE(Refused(
+      load_with([](json& index) { index["groups"][0]["hyper_parameters"]["rule"] = "soap"; }),
+      absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(
+      load_with([](json& index) { index["groups"][0]["hyper_parameters"].erase("rule"); }).ok());
 }
 
 TEST_F(CheckpointTest, LoadRaisesTheGenerationAndDetaches) {

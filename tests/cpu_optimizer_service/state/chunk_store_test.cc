@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/host/file_keeper.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 
@@ -30,9 +31,14 @@ class ChunkStoreTest : public testing::Test {
     spec.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 1280},
                        {.rank = 0, .group = 1, .begin = 0, .end = 256}};
     layout_ = std::make_unique<Layout>(Layout::Create(spec).value());
-    store_ = ChunkStore::Create(*layout_, {.planes = {3, 4}, .budget = &budget_, .owner = "test"},
-                                *arenas_)
-                 .value();
+    store_ =
+        ChunkStore::Create(
+            *layout_,
+            {.planes = {PlanesOf(HyperParameters()), PlanesOf(HyperParameters{.amsgrad = true})},
+             .budget = &budget_,
+             .owner = "test"},
+            *arenas_)
+            .value();
   }
 
   // Writes `value` into every plane of a new version.
@@ -78,7 +84,10 @@ TEST(ChunkStore, ChunksKeepToTheirOwnTwoSlots) {
   const Layout layout = Layout::Create(spec).value();
   const std::unique_ptr<ArenaFactory> arenas = MakeAnonymousArenaFactory();
   const auto store =
-      ChunkStore::Create(layout, {.planes = {3}, .second_versions = true, .owner = "test"}, *arenas)
+      ChunkStore::Create(
+          layout,
+          {.planes = {PlanesOf(HyperParameters())}, .second_versions = true, .owner = "test"},
+          *arenas)
           .value();
   for (uint64_t step = 1; step <= 5; ++step) {
     std::vector<ChunkStore::Write> writes;
@@ -158,7 +167,11 @@ TEST_F(ChunkStoreTest, SecondVersionsNeedNoFurtherMemory) {
   MemoryBudget none(0);
   const auto store =
       ChunkStore::Create(
-          *layout_, {.planes = {3, 4}, .second_versions = true, .budget = &none, .owner = "test"},
+          *layout_,
+          {.planes = {PlanesOf(HyperParameters()), PlanesOf(HyperParameters{.amsgrad = true})},
+           .second_versions = true,
+           .budget = &none,
+           .owner = "test"},
           *arenas_)
           .value();
   for (uint64_t step = 1; step < 4; ++step) {
@@ -210,13 +223,14 @@ TEST_F(ChunkStoreTest, TheNextProcessFindsVersionsBeyondBothOfEachChunk) {
   NamedArenas arenas(memory, "uid", "test");
   MemoryBudget budget(int64_t{1} << 20);
   const auto create = [&](NamedArenas& in) {
-    return ChunkStore::Create(*layout_,
-                              {.planes = {3, 4},
-                               .second_versions = true,
-                               .budget = &budget,
-                               .owner = "test",
-                               .named = &in},
-                              in)
+    return ChunkStore::Create(
+               *layout_,
+               {.planes = {PlanesOf(HyperParameters()), PlanesOf(HyperParameters{.amsgrad = true})},
+                .second_versions = true,
+                .budget = &budget,
+                .owner = "test",
+                .named = &in},
+               in)
         .value();
   };
   store_ = create(arenas);
@@ -341,15 +355,17 @@ class PreviousVersions : public ChunkStoreTest {
     arenas_in_.emplace(*memory_, "uid", "test");
     arenas_in_->MustBeLeft(takes_over);
     budget_in_.emplace(budget_bytes_);
-    store_ = ChunkStore::Create(*layout_,
-                                {.planes = {3, 4},
-                                 .second_versions = second_versions_,
-                                 .keep_previous = true,
-                                 .budget = &*budget_in_,
-                                 .owner = "test",
-                                 .named = &*arenas_in_},
-                                *arenas_in_)
-                 .value();
+    store_ =
+        ChunkStore::Create(
+            *layout_,
+            {.planes = {PlanesOf(HyperParameters()), PlanesOf(HyperParameters{.amsgrad = true})},
+             .second_versions = second_versions_,
+             .keep_previous = true,
+             .budget = &*budget_in_,
+             .owner = "test",
+             .named = &*arenas_in_},
+            *arenas_in_)
+            .value();
     arenas_in_->MustBeLeft(false);
   }
   void StopProcess() {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "tests/cpu_optimizer_service/host/keeper_for_two.h"
 
@@ -34,7 +35,7 @@ class SlotPoolTest : public testing::Test {
     layout_ = std::make_unique<Layout>(Layout::Create(spec).value());
   }
   std::unique_ptr<SlotPool> Make(ChunkStore::Options options) {
-    options.planes = {3, 3};
+    if (options.planes.empty()) options.planes.assign(2, PlanesOf(HyperParameters()));
     options.budget = &budget_;
     options.owner = "test";
     options_ = std::move(options);
@@ -64,6 +65,19 @@ TEST_F(SlotPoolTest, TakesTheFreeSlotThatIsNearestOfTheSameSize) {
   EXPECT_FALSE(pool->HasFree(0)) << "that of chunk 2 is smaller";
   EXPECT_EQ(pool->TakeFree(0), nullptr);
   EXPECT_EQ(pool->TakeFree(2), pool->second(2));
+}
+
+TEST_F(SlotPoolTest, ASlotOfOtherPlanesIsNotTakenAlthoughItIsAsLarge) {
+  const auto pool =
+      Make({.planes = {PlanesOf(DefaultsOf(Rule::kLion)), PlanesOf(DefaultsOf(Rule::kAdagrad))},
+            .second_versions = true});
+  EXPECT_EQ(pool->first(0)->slot[Plane::kSum], nullptr);
+  EXPECT_NE(pool->first(3)->slot[Plane::kSum], nullptr);
+  Retire(*pool, pool->second(1));
+  EXPECT_TRUE(pool->HasFree(0));
+  EXPECT_FALSE(pool->HasFree(3));
+  EXPECT_EQ(pool->TakeFree(3), nullptr);
+  EXPECT_EQ(pool->TakeFree(0), pool->second(1));
 }
 
 TEST_F(SlotPoolTest, TakesMemoryFromTheBudgetWhereNoneIsFree) {

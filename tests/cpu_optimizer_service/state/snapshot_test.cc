@@ -37,7 +37,7 @@ TEST(Snapshot, SummariesCountAndMeasure) {
   EXPECT_EQ(summary.min, -4);
   EXPECT_EQ(summary.max, 3);
   EXPECT_EQ(summary.zeros, 3);
-  EXPECT_EQ(summary.non_finite, 0);  // checkpoint_test.cc has one that is not.
+  EXPECT_EQ(summary.non_finite, 0);               // checkpoint_test.cc has one that is not.
   EXPECT_EQ(summary.magnitude_histogram[12], 2);  // 1 <= |x| < 10
   EXPECT_EQ(summary.magnitude_histogram[10], 1);  // 0.01 <= |x| < 0.1
 }

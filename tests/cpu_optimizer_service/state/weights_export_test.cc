@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/state/safetensors.h"
 #include "tests/cpu_optimizer_service/state/checkpoint_for_tests.h"
 #include "tests/support/messages.h"
@@ -87,6 +88,28 @@ TEST_F(WeightsExportTest, SeveralFilesWithTheirIndexAreWhatAnImportTakes) {
   for (int p = 0; p < static_cast<int>(index["weight_map"].size()); ++p) {
     EXPECT_EQ(Weights(imported, p), Weights(driver_, p));
   }
+}
+
+TEST_F(WeightsExportTest, AnImportLeavesOtherPlanesAsTheyBegin) {
+  ASSERT_TRUE(Export({.dtype = DType::kFloat32}).ok());
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 2});
+  JobSpec spec = Spec(1);
+  spec.groups[1].hyper_parameters = DefaultsOf(Rule::kAdagrad);
+  spec.groups[1].hyper_parameters.initial_accumulator_value = 0.25;
+  JobDriver imported(engine, spec);
+  const auto sums = [&] {
+    std::vector<float> values(imported.job().layout().place(3).elements);
+    imported.job().TakeSnapshot({3}).value().Read(3, Plane::kSum, 0, absl::MakeSpan(values));
+    return values;
+  };
+  imported.UploadWeights();
+  EXPECT_THAT(sums(), testing::Each(0.25f));
+  imported.AttachAll();
+  imported.Step(1);
+  EXPECT_THAT(sums(), testing::Contains(testing::Ne(0.25f)));
+  ASSERT_TRUE(imported.job().Load(Path("out"), /*weights_only=*/true).ok());
+  EXPECT_EQ(Weights(imported, 3), Weights(driver_, 3));
+  EXPECT_THAT(sums(), testing::Each(0.25f));
 }
 
 TEST_F(WeightsExportTest, NothingIsOverwrittenAndAnEmptyDirectoryIsFilled) {

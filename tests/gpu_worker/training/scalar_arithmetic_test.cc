@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/rules/adam.h"
 
 namespace ballast::worker {
 namespace {

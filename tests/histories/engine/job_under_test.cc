@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::histories {
@@ -292,7 +293,8 @@ std::vector<std::byte> JobUnderTest::Shard(int chunk) const {
   const DType dtype = plan_.groups[place.group].return_dtype;
   std::vector<std::byte> bytes(place.elements * SizeBytes(dtype));
   for (const ChunkPiece& piece : layout().Pieces(chunk)) {
-    const std::vector<float>& master = model_.state().parameters[piece.parameter].master;
+    const std::vector<float>& master =
+        model_.state().parameters[piece.parameter].planes.at(Plane::kMaster);
     for (int64_t i = 0; i < piece.elements; ++i) {
       StoreElement(bytes.data(), dtype, piece.chunk_offset + i, master[piece.parameter_offset + i]);
     }
@@ -532,27 +534,21 @@ absl::Status JobUnderTest::CheckSnapshot(const Snapshot& snapshot, const ModelSt
       return Wrong("in a snapshot ", NameOf(parameter), " has had ", snapshot.update_count(p),
                    " updates, expected ", state.parameters[p].updates);
     }
-    for (int plane = 0; plane < kMaxPlanes; ++plane) {
-      const bool has = plane < 3 || plan_.groups[parameter.group].hyper_parameters.amsgrad;
-      if (snapshot.has_plane(p, static_cast<Plane>(plane)) == has) continue;
-      return Wrong(NameOf(parameter), " has or lacks plane ", plane);
+    if (snapshot.planes(p) != PlanesOf(plan_.groups[parameter.group].hyper_parameters)) {
+      return Wrong(NameOf(parameter), " has the planes ", NamesOf(snapshot.planes(p)));
     }
   }
   for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
     for (const ChunkPiece& piece : layout.Pieces(chunk)) {
       const ParameterState& expected = state.parameters[piece.parameter];
-      const std::vector<float>* const planes[] = {&expected.master, &expected.exp_avg,
-                                                  &expected.exp_avg_sq, &expected.max_exp_avg_sq};
       std::vector<float> came(piece.elements);
-      for (int plane = 0; plane < kMaxPlanes; ++plane) {
-        if (!snapshot.has_plane(piece.parameter, static_cast<Plane>(plane))) continue;
-        snapshot.Read(piece.parameter, static_cast<Plane>(plane), piece.parameter_offset,
-                      absl::MakeSpan(came));
+      for (const auto& [plane, values] : expected.planes) {
+        snapshot.Read(piece.parameter, plane, piece.parameter_offset, absl::MakeSpan(came));
         for (int64_t i = 0; i < piece.elements; ++i) {
           const int64_t at = piece.parameter_offset + i;
-          const float want = (*planes[plane])[at];
+          const float want = values[at];
           if (std::bit_cast<uint32_t>(came[i]) == std::bit_cast<uint32_t>(want)) continue;
-          return Wrong("step ", state.committed_step, ": ", Name(static_cast<Plane>(plane)), " of ",
+          return Wrong("step ", state.committed_step, ": ", Name(plane), " of ",
                        NameOf(plan_.parameters[piece.parameter]), "[", at, "] is ", came[i],
                        ", expected ", want);
         }

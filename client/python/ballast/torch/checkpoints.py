@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import BallastError, FailedPreconditionError, InvalidArgumentError, NotFoundError
-from ..session import PLANES
+from ..session import HyperParameters
 from .description import Described
-from .moments import planes_of
+from .groups import check_trained_with, hyper_parameters_of
+from .moments import updates_in
 
 if TYPE_CHECKING:
-    from .optimizers import AdamW
+    from .remote import Remote
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LOCK = "lock"  # In a checkpoint that is being written.
@@ -38,26 +39,24 @@ _VERSION = re.compile(r"step-\d+\.\d+(\.\d+)?")  # A checkpoint's name.
 State = "dict[str, Any] | str | os.PathLike"
 
 
-def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: State,
+def to_checkpoint(folder: str | os.PathLike, optimizer: Remote, model_state: State,
                   optimizer_state: State | None = None) -> pathlib.Path:
     """Writes a checkpoint that a service loads, FOLDER/step-STEP.0, and returns its path. If the folder is DIR/JOB
     under a service's --checkpoint-dir, `ballast load JOB` and --resume=JOB find it.
 
     optimizer: the one that will continue with it, with its model's parameters and groups; it must not be bound yet.
-    model_state: a state_dict of the model, or a file of torch.save or safetensors. optimizer_state: of a
-    torch.optim.Adam or AdamW over the same parameters in the same groups and order, or torch.save's file of it;
-    without it moments are zeros. A file may have the states under the names "model" and "optimizer"."""
+    model_state: a state_dict of the model, or a file of torch.save or safetensors. optimizer_state: of the optimizer of
+    torch.optim of the same name over the same parameters in the same groups and order, or torch.save's file of it;
+    without it moments are as before a first update. A file may have the states under the names "model" and
+    "optimizer"."""
     weights = _of(_read(model_state), "model")
     moments = None if optimizer_state is None else _of(_read(optimizer_state), "optimizer")
     settings, loaded_of, orders = [], [], []
     for index, group in enumerate(optimizer.param_groups):
         loaded = None if moments is None else _group_of(moments, index, len(optimizer.param_groups))
-        values = optimizer._hyper_parameters(group if loaded is None else {**group, **_kept(loaded)})
-        if loaded is not None and loaded.get("decoupled_weight_decay", values.decoupled_weight_decay) != \
-                values.decoupled_weight_decay:
-            kind = "Adam" if values.decoupled_weight_decay else "AdamW"
-            raise InvalidArgumentError(f"param group {index} was trained with {kind}: use that optimizer, because the "
-                                       "weight decay of Adam and AdamW differs")
+        if loaded is not None:
+            check_trained_with(f"param group {index}", loaded, group)
+        values = hyper_parameters_of({**group, **(loaded or {})})
         if loaded is not None and len(loaded["params"]) != len(group["params"]):
             raise FailedPreconditionError(f"param group {index} has {len(loaded['params'])} parameters in the "
                                           f"optimizer's state and {len(group['params'])} in the optimizer")
@@ -70,25 +69,25 @@ def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: Stat
         orders.append(order)
     described = Described(optimizer.param_groups, settings)
     groups = [{"name": group.name, "hyper_parameters": json_of(group.hyper_parameters)} for group in described.groups]
-    parameters, planes, step = [], {plane: {} for plane in PLANES}, 0
+    names = ["master", *(plane for group in described.groups for plane in group.hyper_parameters.planes)]
+    parameters, planes, step = [], {plane: {} for plane in names}, 0
     for index, parameter in described.trained.items():
         name, group = described.names[index], described.specs[index].group
-        source, amsgrad = described.source[group], described.groups[group].hyper_parameters.amsgrad
+        source = described.source[group]
         if name not in weights:
             raise FailedPreconditionError(f"the model's state has no parameter {name}")
         _put(planes["master"], name, weights[name], parameter)
         of_torch = {} if moments is None else moments["state"].get(
             loaded_of[source]["params"][orders[source].index(name)], {})
-        count = int(of_torch["step"]) if "step" in of_torch else 0
+        settings_of = described.groups[group].hyper_parameters
+        count = updates_in(name, of_torch, settings_of.rule)
         step = max(step, count)
-        for plane in planes_of(amsgrad):
-            if count > 0 and plane not in of_torch:
+        for plane, initial in settings_of.planes.items():
+            if count > 0 and of_torch.get(plane) is None:
                 raise FailedPreconditionError(f"the optimizer's state has no {plane} of {name}")
-            _put(planes[plane], name, of_torch[plane] if count > 0 else torch.zeros(parameter.shape), parameter)
+            _put(planes[plane], name, of_torch[plane] if count > 0 else torch.full(parameter.shape, initial), parameter)
         parameters.append({"name": name, "shape": list(parameter.shape), "group": groups[group]["name"],
                            "elements": parameter.numel(), "update_count": count})
-    if not planes["max_exp_avg_sq"]:
-        del planes["max_exp_avg_sq"]
     index = index_of(pathlib.Path(folder).name, step, groups, parameters)
     return write(pathlib.Path(folder), index, planes.items())
 
@@ -98,8 +97,8 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
     """The weights of a checkpoint in fp32, by parameter: for model.load_state_dict(..., strict=False) or
     safetensors.torch.save_file. The checkpoint is FOLDER/step-STEP.GENERATION, or the newest in FOLDER. With an
     `optimizer` of torch.optim (or ballast.torch) over named parameters it also returns what its load_state_dict
-    takes: an Adam for an Adam's checkpoint, an AdamW for an AdamW's. Checksums are checked. In a FOLDER a checkpoint
-    with a damaged index, or a renamed one, is skipped with a warning."""
+    takes: an Adam for an Adam's checkpoint, an AdamW for an AdamW's, an SGD for an SGD's. Checksums are checked. In a
+    FOLDER a checkpoint with a damaged index, or a renamed one, is skipped with a warning."""
     folder = _newest_of(pathlib.Path(checkpoint))
     index = _read_index(folder)
     files: dict[str, list[tuple[dict[str, Any], dict[str, torch.Tensor]]]] = {}
@@ -123,16 +122,12 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
             if name not in saved:
                 continue
             values = groups[saved[name]["group"]]
-            decoupled = values["decoupled_weight_decay"]
-            if group.get("decoupled_weight_decay", decoupled) != decoupled:
-                kind = "AdamW" if decoupled else "Adam"
-                raise InvalidArgumentError(f"{name} was trained with {kind}: use that optimizer, because the weight decay "
-                                           "of Adam and AdamW differs")
-            group.update({key: values[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")})
-            group["betas"] = (values["beta1"], values["beta2"])
+            check_trained_with(name, values, group)
+            settings = _from_json(values)
+            group.update({key: value for key, value in vars(settings).items() if value is not None and key in group})
             if saved[name]["update_count"] > 0:
                 state["state"][number] = {"step": torch.tensor(float(saved[name]["update_count"]))} | {
-                    plane: tensors[name] for plane, tensors in planes.items() if plane != "master" and name in tensors}
+                    plane: planes[plane][name] for plane in settings.planes}
     return planes["master"], state
 
 
@@ -169,10 +164,6 @@ def _group_of(state: dict[str, Any], index: int, count: int) -> dict[str, Any]:
         raise FailedPreconditionError(f"the optimizer's state has {len(state['param_groups'])} param groups, and the "
                                       f"optimizer {count}")
     return state["param_groups"][index]
-
-
-def _kept(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize") if key in group}
 
 
 def _put(plane: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -221,10 +212,13 @@ def index_of(job: str, step: int, groups: list[dict[str, Any]], parameters: list
             "last_step": None, "groups": groups, "parameters": parameters}
 
 
-def json_of(values) -> dict[str, Any]:
-    return {"lr": values.lr, "beta1": values.betas[0], "beta2": values.betas[1], "eps": values.eps,
-            "weight_decay": values.weight_decay, "decoupled_weight_decay": values.decoupled_weight_decay,
-            "bias_correction": values.bias_correction, "amsgrad": values.amsgrad, "maximize": values.maximize}
+def json_of(values: HyperParameters) -> dict[str, Any]:
+    return {"rule": values.rule, **values.fields()}
+
+
+def _from_json(values: dict[str, Any]) -> HyperParameters:
+    others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}
+    return HyperParameters(**others, betas=(values["beta1"], values["beta2"]) if "beta1" in values else None)
 
 
 def _crc32(path: pathlib.Path) -> str:

@@ -1,7 +1,7 @@
 """Adapts torch.distributed.checkpoint to the optimizers' state.
 
 It loads into an existing state of the optimizer, and each entry must be in the checkpoint. A checkpoint of
-torch.optim lacks Ballast's own entries: these do not change."""
+torch.optim lacks Ballast's own entries: these do not change. `step` is one of them if the rules do not count."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import functools
 import re
 import sys
 
+from ..rules import RULES
+
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 # By the path of an entry in the flat state: marks an optimizer of Ballast, and its own entries.
 _MARK = re.compile(r"(.*\.|)param_groups\..*\.job_uid")
-_OURS = re.compile(r"param_groups\..*\.(job_uid|job_step|param_names(\.\d+)?)|state\..*\.master")
+_OURS = re.compile(r"param_groups\..*\.(job_uid|job_step|rule|param_names(\.\d+)?)|state\..*\.(master|step)")
 
 
 def asks() -> bool:
@@ -33,10 +35,14 @@ def _leaving_ours(original):
     def create_local_plan(self):
         saved = set() if self.metadata is None else self.metadata.state_dict_metadata
         for optimizer in {match[1] for match in map(_MARK.fullmatch, self.state_dict) if match}:
-            for key in [key for key in self.state_dict if key not in saved and key.startswith(optimizer)
-                        and _OURS.fullmatch(key.removeprefix(optimizer))]:
+            ours = [key for key in self.state_dict
+                    if key.startswith(optimizer) and _OURS.fullmatch(key.removeprefix(optimizer))]
+            counts = any(RULES[self.state_dict[key]].counts for key in ours if key.endswith(".rule"))
+            for key in ours:
+                if key in saved or (counts and key.endswith(".step")):
+                    continue
                 del self.state_dict[key]
-                if key.endswith(".master"):  # The checkpoint's model has the weights.
+                if key.endswith((".master", ".step")):  # The model has the weights.
                     _remove(self.original_state_dict, self.mappings.get(key, (key,)))
         return original(self)
 

@@ -30,9 +30,8 @@ def check_group(group: dict[str, Any]) -> None:
     if len(group["param_names"]) != len(group["params"]):
         raise ValueError(f"a param group has {len(group['params'])} parameters and {len(group['param_names'])} names: change "
                          "both alike, or make another optimizer")
-    for name in ("capturable", "differentiable"):
-        if group[name]:
-            raise ValueError(f"{name} is not supported: the service makes the update")
+    if group.get("differentiable"):
+        raise ValueError("differentiable is not supported: the service makes the update")
     for name, parameter in zip(group["param_names"], group["params"]):
         if getattr(parameter, "_fsdp_flattened", False):  # FSDP1 marks its flattened parameters so.
             raise ValueError(f"parameter {name} is part of a flat parameter of FullyShardedDataParallel (FSDP1), "
@@ -179,8 +178,9 @@ class Described:
         if not self.has(param_groups):
             raise FailedPreconditionError(_OTHERS)
         for number, (then, now) in enumerate(zip(self._made_with, hyper_parameters)):
-            for name in ("amsgrad", "decoupled_weight_decay"):
-                if getattr(then, name) != getattr(now, name):
+            for name in ("rule", "amsgrad", "decoupled_weight_decay", "initial_accumulator_value", "momentum"):
+                changed = getattr(then, name) != getattr(now, name)
+                if changed and (name != "momentum" or then.planes != now.planes):
                     raise RuntimeError(f"{name} of param group {number} was {getattr(then, name)} when the job was "
                                        f"made, and is {getattr(now, name)} now: set it back, or create another "
                                        "optimizer and another job")

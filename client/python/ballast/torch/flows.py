@@ -210,15 +210,15 @@ class Flows:
         if changed:
             self.watch.remember()
 
-    def write_state(self, indices: list[int], planes: dict[str, list[torch.Tensor | None]],
+    def write_state(self, indices: list[int], planes: dict[str, list[torch.Tensor | float]],
                     update_counts: list[int] | None) -> None:
-        """All ranks, between steps: writes these planes of these parameters, each placed as the parameter, or None
-        for zeros; and their numbers of updates."""
+        """All ranks, between steps: writes these planes of these parameters, each placed as the parameter, or what all
+        its elements are; and their numbers of updates."""
         member, place_of = self.member, {index: place for place, index in enumerate(indices)}
 
-        def part(index: int, plane: str) -> torch.Tensor | None:
+        def part(index: int, plane: str) -> torch.Tensor | float:
             value = planes[plane][place_of[index]]
-            return None if value is None else part_of(value, member.parameters[index]).detach()
+            return value if isinstance(value, float) else part_of(value, member.parameters[index]).detach()
 
         with member.notifying(), member.session.part(), member.waiting_in(member.step_count + 1):
             member.session.write_state(indices, list(planes), writing(part), update_counts=update_counts)

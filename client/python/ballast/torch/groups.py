@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from ..errors import InvalidArgumentError
+from ..rules import RULES, check_has, rule_named
+from ..session import HyperParameters
+
+_HYPER_PARAMETERS = frozenset().union(*(rule.defaults for rule in RULES.values()))
+_OTHERS = {"rule", "foreach", "capturable", "differentiable", "fused"}
 
 
 def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -> list[dict[str, Any]]:
@@ -44,7 +53,7 @@ def named(params: Any, module: torch.nn.Module | None, begin: int = 0) -> Any:
 def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A state of an optimizer, in these param groups if its own differ. Parameters are matched by name, or, without
     names, by order without empty groups. If a group's parameters were in several groups, it keeps its own
-    hyper-parameters. Unmatched parts do not change."""
+    hyper-parameters. InvalidArgumentError if one of those is of another rule. Unmatched parts do not change."""
     theirs = state["param_groups"]
     found = {name: (index, group) for group in theirs for name, index in zip(group.get("param_names", []), group["params"])}
     names = [name for group in groups for name in group["param_names"]]
@@ -59,6 +68,9 @@ def regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, 
     for group in groups:
         sources = [found[name][1] for name in group["param_names"]]
         alike = all(source is sources[0] for source in sources)
+        if not alike:  # `completed` sees only one rule.
+            for name, source in zip(group["param_names"], sources):
+                check_trained_with(name, source, group)
         own = {key: value for key, value in group.items() if not key.startswith("job_")}
         result.append({**sources[0], **({} if alike else own), "param_names": group["param_names"],
                        "params": [found[name][0] for name in group["param_names"]]})
@@ -70,3 +82,86 @@ def names_in(module: torch.nn.Module | None) -> dict[int, str]:
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
     return {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+# ---------------------------------------------------------------- rules
+
+
+def with_rule(group: dict[str, Any], rule_of_defaults: str) -> dict[str, Any]:
+    """torch.optim's argument for a param group. If it names another rule than the optimizer's defaults have, also with
+    that rule's defaults. ValueError: there is no such rule, or it has no such hyper-parameter."""
+    if not isinstance(group, dict) or "rule" not in group:
+        return group
+    check_has(group["rule"], _HYPER_PARAMETERS & group.keys())
+    return group if group["rule"] == rule_of_defaults else {**RULES[group["rule"]].defaults, **group}
+
+
+def drop_others(group: dict[str, Any]) -> None:
+    """Hyper-parameters that its rule does not have: torch.optim puts all defaults into each group."""
+    for name in _HYPER_PARAMETERS & group.keys() - RULES[group["rule"]].defaults.keys():
+        del group[name]
+
+
+def hyper_parameters_of(group: dict[str, Any]) -> HyperParameters:
+    """ValueError for what the service would refuse after the step has begun."""
+    there = {name: group[name] for name in rule_named(group["rule"]).defaults if name in group}
+    for name, value in there.items():
+        least = -sys.float_info.max if name == "dampening" else 0.0
+        if name != "betas" and not least <= value <= sys.float_info.max:
+            raise ValueError(f"Invalid {name} value: {float(value)}; set it in the optimizer's param_groups")
+    for index, beta in enumerate(there.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {float(beta)}; set it in the optimizer's "
+                             "param_groups")
+    if there.get("nesterov") and (there["momentum"] == 0 or there["dampening"] != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening; set them in the optimizer's "
+                         "param_groups")
+    return HyperParameters(rule=group["rule"], **there)
+
+
+def planes_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """See Rule.planes."""
+    return RULES[group["rule"]].planes(group)
+
+
+def _title_of(values: Mapping[str, Any]) -> str:
+    return "AdamW" if values.get("decoupled_weight_decay") else RULES[values.get("rule", "adam")].title
+
+
+def check_rule(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """InvalidArgumentError if `theirs`, the hyper-parameters with which `what` was trained, are of another rule than
+    `ours`. Those of torch.optim do not name it; then it shows in what they have."""
+    named, own = theirs.get("rule"), ours.get("rule")
+    if named and own:
+        others = named != own
+    else:
+        others = _HYPER_PARAMETERS & (theirs.keys() - ours.keys() if own else
+                                        ours.keys() - RULES[named].defaults.keys())
+    if others:
+        kind = _title_of(theirs) if named else f"an optimizer that has {', '.join(sorted(others))}"
+        raise InvalidArgumentError(f"{what} was trained with {kind}: use that one, or a param group of its rule")
+
+
+def check_trained_with(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """The same, also if one is of Adam and the other of AdamW."""
+    check_rule(what, theirs, ours)
+    decoupled = theirs.get("decoupled_weight_decay")
+    if decoupled is not None and ours.get("decoupled_weight_decay", decoupled) != decoupled:
+        raise InvalidArgumentError(f"{what} was trained with {_title_of(theirs)}: use that optimizer, because the "
+                                   "weight decay of Adam and AdamW differs")
+
+
+def completed(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state of an optimizer, whose param groups have what they lack. They get the rule of these groups. What an older
+    torch did not have gets the rule's default, as in torch; decoupled_weight_decay is left to __setstate__.
+    InvalidArgumentError if one is of another rule."""
+    if len(state["param_groups"]) != len(groups):
+        return state  # torch itself raises an error.
+    complete = []
+    for index, (theirs, ours) in enumerate(zip(state["param_groups"], groups)):
+        check_rule(f"param group {index}", theirs, ours)
+        own = {name: value for name, value in ours.items() if name in _OTHERS}
+        defaults = {name: value for name, value in RULES[ours["rule"]].defaults.items()
+                    if name in ours and name != "decoupled_weight_decay"}
+        complete.append({**own, **defaults, **theirs})
+    return {**state, "param_groups": complete}

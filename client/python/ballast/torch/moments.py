@@ -11,7 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..rules import RULES
 from ..session import PLANES, Job, Session
+from .groups import check_trained_with, planes_of
 from .places import local
 
 # A parameter's planes, with torch.optim's names, and `step`.
@@ -22,37 +24,45 @@ def moments_of(state: dict[str, Any], groups: list[dict[str, Any]]) -> list[Mome
     """The moments that a state_dict of torch.optim, or a full one of Ballast, has for each parameter of these param
     groups, in their order. It is a copy, because an optimizer that continues changes its own. None if the state has
     no moments; None for a parameter without an update. Within a group parameters are matched by name if both sides
-    have the same names, else by order, as in torch."""
+    have the same names, else by order, as in torch. state: `completed`."""
     theirs_by_group = state["param_groups"]
-    if not any("exp_avg" in values for values in state["state"].values()) or \
+    if not has_planes(state) or \
             [len(group["params"]) for group in theirs_by_group] != [len(group["params"]) for group in groups]:
         return None  # torch itself raises an error for other lengths.
     found = []
     for index, (theirs, group) in enumerate(zip(theirs_by_group, groups)):
-        decoupled = group["decoupled_weight_decay"]
-        if theirs.get("decoupled_weight_decay", decoupled) != decoupled:
-            kind = "Adam" if decoupled else "AdamW"
-            raise InvalidArgumentError(f"param group {index} was trained with {kind}: use that optimizer, because the "
-                                       "weight decay of Adam and AdamW differs")
+        check_trained_with(f"param group {index}", theirs, group)
         names = theirs.get("param_names", [])
         by_name = sorted(names) == sorted(group["param_names"])
         for place, (name, parameter) in enumerate(zip(group["param_names"], group["params"])):
             values = state["state"].get(theirs["params"][names.index(name) if by_name else place], {})
-            found.append(_copied(name, parameter, values, planes_of(bool(theirs.get("amsgrad")))))
+            found.append(_copied(name, parameter, values, theirs))
     return None if all(values is None for values in found) else found
 
 
-def planes_of(amsgrad: bool) -> tuple[str, ...]:
-    """A parameter's moments, beside its master weights."""
-    return tuple(PLANES)[1:4 if amsgrad else 3]
+def has_planes(state: dict[str, Any]) -> bool:
+    """Whether it is a full one. Before a first update a momentum_buffer is there as None."""
+    return any(plane in values for values in state["state"].values() for plane in PLANES)
 
 
-def _copied(name: str, parameter: torch.Tensor, values: Moments, wants: tuple[str, ...]) -> Moments | None:
-    if not parameter.requires_grad or int(values.get("step", 0)) == 0:
+def updates_in(name: str, values: Moments, rule: str) -> int:
+    """A parameter's number of updates in a state. Optimizers such as torch.optim.SGD do not count: the first update
+    makes the planes. FailedPreconditionError if the rule needs the number."""
+    if "step" in values:
+        return int(values["step"])
+    updated = any(values.get(plane) is not None for plane in PLANES if plane != "master")
+    if updated and RULES[rule].counts:
+        raise FailedPreconditionError(f"the state has no step of {name}, which {RULES[rule].title} needs")
+    return int(updated)
+
+
+def _copied(name: str, parameter: torch.Tensor, values: Moments, group: dict[str, Any]) -> Moments | None:
+    updates = updates_in(name, values, group["rule"])
+    if not parameter.requires_grad or updates == 0:
         return None
-    copies = {"step": torch.tensor(float(values["step"]))}
-    for plane in [*wants, *(["master"] if "master" in values else [])]:
-        if plane not in values:
+    copies = {"step": torch.tensor(float(updates))}
+    for plane in [*planes_of(group), *(["master"] if "master" in values else [])]:
+        if values.get(plane) is None:
             raise FailedPreconditionError(f"the loaded state has no {plane} of {name}")
         value = values[plane].detach()
         if tuple(value.shape) != tuple(parameter.shape):
@@ -64,8 +74,8 @@ def _copied(name: str, parameter: torch.Tensor, values: Moments, wants: tuple[st
     return copies
 
 
-# By plane: this rank's part of each parameter; None if it has no part.
-Parts = "dict[str, list[torch.Tensor | None]]"
+# By plane: this rank's part of each parameter, or what all its elements are; None if it has none.
+Parts = "dict[str, list[torch.Tensor | float | None]]"
 
 
 def gather(job: Job, parameters: list[torch.Tensor], moments: list[Moments | None]) -> tuple[list[int], Parts]:
@@ -73,16 +83,14 @@ def gather(job: Job, parameters: list[torch.Tensor], moments: list[Moments | Non
     state with another placement goes from rank to rank. No rank may repeat it alone."""
     counts = [0 if spec.frozen or values is None else int(values["step"])
               for spec, values in zip(job.parameters, moments)]
-    parts: dict[str, list[torch.Tensor | None]] = {plane: [] for plane in PLANES}
+    parts: Parts = {plane: [] for plane in PLANES}
     for spec, parameter, values in zip(job.parameters, parameters, moments):
-        amsgrad = job.groups[spec.group].hyper_parameters.amsgrad
+        initial = {} if spec.frozen else {"master": None, **job.groups[spec.group].hyper_parameters.planes}
         for plane, found in parts.items():
-            value = None if values is None or spec.frozen else values.get(plane)
-            if plane == "master":
-                value = None if spec.frozen else _master(parameter.detach(), values)
-            elif plane == "max_exp_avg_sq" and not amsgrad:
-                value = None
-            found.append(None if value is None else part_of(value, parameter))
+            value = None
+            if plane in initial:
+                value = _master(parameter.detach(), values) if plane == "master" else (values or {}).get(plane)
+            found.append(initial.get(plane) if value is None else part_of(value, parameter))
     return counts, parts
 
 
@@ -93,19 +101,20 @@ def upload(session: Session, counts: list[int], parts: Parts) -> None:
                       update_counts=counts)
 
 
-def writing(part: Callable[[int, str], torch.Tensor | None]) -> Callable[[int, str, int, int, int], None]:
+def writing(part: Callable[[int, str], torch.Tensor | float]) -> Callable[[int, str, int, int, int], None]:
     """`write` for Session.upload_by and write_state, one parameter after another, without a copy of all. part: this
-    rank's part of a parameter and a plane; None for zeros."""
+    rank's part of a parameter and a plane, or what all its elements are."""
     flat: dict[tuple[int, str], torch.Tensor] = {}
 
     def write(parameter: int, plane: str, offset: int, elements: int, address: int) -> None:
+        place = torch.frombuffer((ctypes.c_float * elements).from_address(address), dtype=torch.float32)
         if (parameter, plane) not in flat:
             flat.clear()
             value = part(parameter, plane)
-            if value is None:
-                return  # The memory is zero.
+            if isinstance(value, float):
+                place.fill_(value)
+                return
             flat[parameter, plane] = value.reshape(-1)  # A copy if its elements are not in order.
-        place = torch.frombuffer((ctypes.c_float * elements).from_address(address), dtype=torch.float32)
         place.copy_(flat[parameter, plane][offset:offset + elements])
 
     return write

@@ -1,25 +1,36 @@
-"""torch.optim.AdamW and Adam over a session."""
+"""torch.optim.AdamW and others over a session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .._native import Services
-from .options import Options
 from .remote import Remote
+
+_WORDS = {"lr": "learning rate", "eps": "epsilon value"}  # In torch's errors.
+
+
+def _check(foreach: bool | None, fused: bool | None, betas: Sequence[float | torch.Tensor] = (),
+           **numbers: float | torch.Tensor) -> None:
+    """The same checks as in torch."""
+    if torch.is_tensor(numbers["lr"]) and numbers["lr"].numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for name, value in numbers.items():
+        if not 0.0 <= float(value):
+            raise ValueError(f"Invalid {_WORDS.get(name, f'{name} value')}: {value}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if foreach and fused:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
 
 
 def _check_tensors(lr, betas, foreach: bool | None) -> None:
-    """The same checks as in torch."""
-    if torch.is_tensor(lr):
-        if foreach:
-            raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
-        if lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
+    """The same."""
+    if torch.is_tensor(lr) and foreach:
+        raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
     if not (all(isinstance(beta, float) for beta in betas) or all(torch.is_tensor(beta) for beta in betas)):
         raise ValueError("betas must be either both floats or both Tensors")
     for index, beta in enumerate(betas):
@@ -32,57 +43,48 @@ def _check_tensors(lr, betas, foreach: bool | None) -> None:
 
 class Adam(Remote):
     """torch.optim.Adam on a Ballast service. weight_decay is L2 regularisation, by default 0; with
-    decoupled_weight_decay it is AdamW's. Everything else as in AdamW."""
+    decoupled_weight_decay it is AdamW's. Everything else, and the other options, as in AdamW."""
+
+    _rule = "adam"
 
     def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3,
                  betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, amsgrad: bool = False, *, foreach: bool | None = None,
                  maximize: bool = False, capturable: bool = False, differentiable: bool = False,
-                 fused: bool | None = None, decoupled_weight_decay: bool = False, service: Services | None = None,
-                 job: str | None = None, max_norm: float | None = None, update: str = "wait",
-                 process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
-                 reconnect_timeout: float = 60.0, full_state: bool | None = None,
-                 overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
-                 module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
-                 on_write: str = "error",
-                 tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
-                 token_file: str | None = None):
+                 fused: bool | None = None, decoupled_weight_decay: bool = False, **options: Any):
         _check_tensors(lr, betas, foreach)
-        if not 0.0 <= float(lr):
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not 0.0 <= eps:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        for index, beta in enumerate(betas):
-            if not 0.0 <= float(beta) < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not 0.0 <= weight_decay:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        if foreach and fused:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        defaults = dict(lr=lr, betas=tuple(float(beta) for beta in betas), eps=eps, weight_decay=weight_decay,
-                        amsgrad=amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
-                        differentiable=differentiable, fused=fused, decoupled_weight_decay=decoupled_weight_decay)
-        super().__init__(params, defaults, Options(
-            service=service, job=job, max_norm=max_norm, update=update, process_group=process_group, timeout=timeout,
-            reconnect_timeout=reconnect_timeout, full_state=full_state, overlap=overlap, overlap_weights=overlap_weights,
-            accumulation_steps=accumulation_steps, module=module, keep_previous=keep_previous, on_abort=on_abort,
-            on_write=on_write, credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)))
+        _check(foreach, fused, betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, dict(
+            lr=lr, betas=tuple(float(beta) for beta in betas), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+            maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay), options)
 
 
 class AdamW(Adam):
     """torch.optim.AdamW on a Ballast service.
 
+    The arguments are torch's, and `options`, which all optimizers here have. Their defaults: service=None,
+    job="trainer", max_norm=None, update="wait", process_group=None, timeout=600.0, reconnect_timeout=60.0, full_state=None,
+    overlap=False, overlap_weights=False, accumulation_steps=None, module=None, keep_previous=False, on_abort="redo",
+    on_write="error", and None for tls_ca, tls_cert, tls_key and token_file. Another one is a TypeError.
+
     params: as in torch, best with names: model.named_parameters(), or `ballast.torch.groups`. Without names they get
     those of module= or a DistributedDataParallel, else numbers. lr, betas, eps, weight_decay, amsgrad, maximize: as
-    in torch. foreach, fused: accepted and ignored.
+    in torch. foreach, fused, capturable: accepted and ignored. differentiable: a ValueError if True.
+
+    A param group may name another rule than the optimizer's: {"params": ..., "rule": "sgd", "momentum": 0.9}. The rules
+    are "adam", "sgd", "lion", "adagrad" and "signsgd". What such a group does not give, lr too, has the default of SGD,
+    Lion, Adagrad or SignSGD here, and for "adam" that of AdamW. One job has all groups, with one norm. The rule,
+    amsgrad, initial_accumulator_value, and whether momentum is 0 are fixed when the job is made. ValueError: there is
+    no such rule, or it has no such hyper-parameter.
 
     service: "host:port" or "unix:/path". Several services hold the job together: "a:7070,b:7070" or a list, the same
     on all ranks. Each gets consecutive ranks in even shares. "node": each rank uses the lasting service of its node, at
     unix:/run/ballast/ballastd.sock or the unix socket in BALLAST_SERVICE; those of several nodes hold the job together.
     None: the first rank of each node starts a service there, which its optimizers share, and which ends with the last
-    of them; with `torchrun --max-restarts` it ends with torchrun. job: its name there. max_norm: clips the gradient to this global norm, as
-    torch.nn.utils.clip_grad_norm_, but on the service. update: "speculate" updates before the norm is known, with
-    the same bits. process_group: the ranks that train together, by default all. timeout: the longest wait for other
+    of them; with `torchrun --max-restarts` it ends with torchrun. job: its name there. max_norm: clips the gradient to
+    this global norm, as torch.nn.utils.clip_grad_norm_, but on the service. update: "speculate" updates before the norm
+    is known, with the same bits. process_group: the ranks that train together, by default all. timeout: the longest wait for other
     ranks, in seconds. reconnect_timeout: how long a call waits for an unreachable service, in seconds, before it
     raises UnavailableError. full_state: state_dict includes the moments; the default with service=None, whose state
     ends with the run. keep_previous: allows `undo_step`; the service keeps one more version of all state. tls_ca,
@@ -127,25 +129,79 @@ class AdamW(Adam):
                  betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
                  foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
-                 fused: bool | None = None, service: Services | None = None, job: str | None = None,
-                 max_norm: float | None = None, update: str = "wait",
-                 process_group: dist.ProcessGroup | None = None, timeout: float = 600.0,
-                 reconnect_timeout: float = 60.0, full_state: bool | None = None,
-                 overlap: bool = False, overlap_weights: bool = False, accumulation_steps: int | None = None,
-                 module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
-                 on_write: str = "error",
-                 tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
-                 token_file: str | None = None):
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
-            differentiable=differentiable, fused=fused, decoupled_weight_decay=True, service=service, job=job,
-            max_norm=max_norm, update=update, process_group=process_group, timeout=timeout,
-            reconnect_timeout=reconnect_timeout, full_state=full_state, overlap=overlap,
-            overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
-            keep_previous=keep_previous, on_abort=on_abort, on_write=on_write, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
-            token_file=token_file)
+                 fused: bool | None = None, **options: Any):
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
+                         capturable=capturable, differentiable=differentiable, fused=fused, decoupled_weight_decay=True,
+                         **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # As torch does it, whatever the state is of.
-            group["decoupled_weight_decay"] = True
+            if group["rule"] == "adam":
+                group["decoupled_weight_decay"] = True
+
+
+class SGD(Remote):
+    """torch.optim.SGD on a Ballast service: 8 bytes a parameter there, without momentum 4. The options, and
+    groups of other rules, as in AdamW."""
+
+    _rule = "sgd"
+
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, momentum: float = 0.0,
+                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False,
+                 foreach: bool | None = None, differentiable: bool = False, fused: bool | None = None, **options: Any):
+        _check(foreach, fused, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        super().__init__(params, dict(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+            maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused), options)
+
+
+class Adagrad(Remote):
+    """torch.optim.Adagrad on a Ballast service: 8 bytes a parameter there. The options, and groups of other rules, as
+    in AdamW."""
+
+    _rule = "adagrad"
+
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-2, lr_decay: float = 0.0,
+                 weight_decay: float = 0.0, initial_accumulator_value: float = 0.0, eps: float = 1e-10,
+                 foreach: bool | None = None, *, maximize: bool = False, differentiable: bool = False,
+                 fused: bool | None = None, **options: Any):
+        numbers = dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
+                       initial_accumulator_value=initial_accumulator_value, eps=eps)
+        _check(foreach, fused, **numbers)
+        super().__init__(params, dict(numbers, maximize=maximize, foreach=foreach, differentiable=differentiable,
+                                      fused=fused), options)
+
+
+class Lion(Remote):
+    """Lion (arXiv 2302.06675) on a Ballast service: 8 bytes a parameter there. A step moves each weight by lr, up or
+    down, by the sign of lerp(exp_avg, gradient, 1 - beta1); then exp_avg = lerp(exp_avg, gradient, 1 - beta2).
+    weight_decay is decoupled. The options, and groups of other rules, as in AdamW."""
+
+    _rule = "lion"
+
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-4,
+                 betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.99), weight_decay: float = 0.0, *,
+                 maximize: bool = False, foreach: bool | None = None, fused: bool | None = None,
+                 capturable: bool = False, differentiable: bool = False, **options: Any):
+        _check(foreach, fused, betas, lr=lr, weight_decay=weight_decay)
+        super().__init__(params, dict(
+            lr=lr, betas=tuple(float(beta) for beta in betas), weight_decay=weight_decay, maximize=maximize,
+            foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused), options)
+
+
+class SignSGD(Remote):
+    """A step moves each weight by lr against the gradient's sign. It is on a Ballast service: 4 bytes a parameter
+    there. weight_decay is decoupled. The options, and groups of other rules, as in AdamW."""
+
+    _rule = "signsgd"
+
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, weight_decay: float = 0.0, *,
+                 maximize: bool = False, foreach: bool | None = None, fused: bool | None = None,
+                 capturable: bool = False, differentiable: bool = False, **options: Any):
+        _check(foreach, fused, lr=lr, weight_decay=weight_decay)
+        super().__init__(params, dict(
+            lr=lr, weight_decay=weight_decay, maximize=maximize, foreach=foreach, capturable=capturable,
+            differentiable=differentiable, fused=fused), options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,25 @@ from .._native import Services, services_of
 class Options:
     """Named and explained as in AdamW. ValueError for invalid values, TypeError for a service that is no address."""
 
-    service: Services | None  # A str from __post_init__ on.
-    job: str | None
-    max_norm: float | None
-    update: str
-    process_group: dist.ProcessGroup | None
-    timeout: float
-    reconnect_timeout: float
-    full_state: bool | None
-    overlap: bool
-    overlap_weights: bool
-    accumulation_steps: int | None
-    module: torch.nn.Module | None
-    keep_previous: bool
-    on_abort: str
-    on_write: str
-    credentials: dict[str, str | None]
+    service: Services | None = None  # A str from __post_init__ on.
+    job: str | None = None
+    max_norm: float | None = None
+    update: str = "wait"
+    process_group: dist.ProcessGroup | None = None
+    timeout: float = 600.0
+    reconnect_timeout: float = 60.0
+    full_state: bool | None = None
+    overlap: bool = False
+    overlap_weights: bool = False
+    accumulation_steps: int | None = None
+    module: torch.nn.Module | None = None
+    keep_previous: bool = False
+    on_abort: str = "redo"
+    on_write: str = "error"
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    token_file: str | None = None
 
     def __post_init__(self):
         if self.max_norm is not None and not (math.isfinite(self.max_norm) and self.max_norm > 0):
@@ -51,3 +55,16 @@ class Options:
         self.job, self.max_norm = self.job or "trainer", self.max_norm or 0.0
         if self.full_state is None:
             self.full_state = self.service is None
+
+    @property
+    def credentials(self) -> dict[str, str | None]:
+        return {name: getattr(self, name) for name in ("tls_ca", "tls_cert", "tls_key", "token_file")}
+
+
+def options_of(optimizer: str, given: dict[str, Any]) -> Options:
+    """TypeError for an argument that neither torch's optimizer nor Options has."""
+    names = {field.name for field in dataclasses.fields(Options)}
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{optimizer}() has no argument {name!r}; beside torch's it has {', '.join(sorted(names))}")
+    return Options(**given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import warnings
@@ -16,15 +15,16 @@ from torch.distributed.tensor import DTensor
 from .. import outliving
 from ..errors import FailedPreconditionError, NotFoundError
 from ..restore import Origin, is_one
-from ..session import Decision, HyperParameters
+from ..session import PLANES, Decision, HyperParameters
 from . import dcp, guard, owners, uneven
 from .binding import Binding
 from .ddp import check_reduction, living_with, whole_on_several_ranks
 from .description import check_group, not_held
-from .groups import named, names_in, regrouped
+from .groups import (completed, drop_others, hyper_parameters_of, named, names_in, planes_of, regrouped,
+                     with_rule)
 from .member import Begin, NothingToResume
-from .moments import Moments, moments_of, planes_of
-from .options import Options
+from .moments import Moments, has_planes, moments_of
+from .options import Options, options_of
 from .own_service import Kept
 from .reports import Logged
 from .returning import check_overlap_weights
@@ -38,11 +38,12 @@ _NUMBERED = re.compile(r"param\.\d+")
 
 
 class Remote(torch.optim.Optimizer):
-    """Base class of AdamW and Adam. A param group's hyper-parameters may change between steps, for example by LR
+    """Base class of AdamW and the others. A param group's hyper-parameters may change between steps, for example by LR
     schedulers. Its parameters may change, too; the next step() then derives another job. All ranks make the same
     changes. Parameters of the same name and shape keep their moments, and so do frozen ones that were trained
     before. Other parameters begin with the trainer's weights."""
 
+    _rule: str  # Of groups that name none.
     _binding: Binding | None = None
     _moments: list[Moments | None] | None = None  # By parameter: a loaded state's, until a job has them.
     _options: Options | None = None  # While it is being made.
@@ -51,11 +52,12 @@ class Remote(torch.optim.Optimizer):
     _own_step: tuple[str, int] | None = None  # That of the param groups, unless a state was loaded.
     _before: Binding | None = None  # Closed; the next job is derived from its job.
 
-    def __init__(self, params, defaults: dict[str, Any], options: Options):
+    def __init__(self, params, defaults: dict[str, Any], options: dict[str, Any]):
+        options = options_of(type(self).__name__, options)
         self._forget_steps()
         self._kept = Kept()
         # The job and step of a state. It is in the param groups, so that torch.distributed.checkpoint saves it.
-        super().__init__(named(params, options.module), defaults | dict(job_uid="", job_step=0))
+        super().__init__(named(params, options.module), defaults | dict(rule=self._rule, job_uid="", job_step=0))
         for group in self.param_groups:
             check_group(group)
             owners.made(group["params"])
@@ -86,8 +88,8 @@ class Remote(torch.optim.Optimizer):
         self.skipped: str | None = None
         self._skips = 0
         self._logged = Logged()  # For the next step.
-        # The parameters that a job trains, by identity: their index there, and their planes.
-        self._trained: dict[int, tuple[int, tuple[str, ...]]] = {}
+        # The parameters that a job trains, by identity: their index there, and their planes with first values.
+        self._trained: dict[int, tuple[int, dict[str, float]]] = {}
         self._offsets: dict[int, int] = {}  # By index: steps of the job that did not update the parameter.
         self._stale: list[Handed] = []
 
@@ -373,7 +375,7 @@ class Remote(torch.optim.Optimizer):
             offsets = {(name, parameter.shape): self._offsets.get(id(parameter), 0) for name, parameter
                        in zip(before.member.names, before.member.parameters) if id(parameter) in self._trained}
         index_of = {id(parameter): index for index, parameter in member.described.trained.items()}
-        self._trained = {id(parameter): (index_of[id(parameter)], planes_of(group["amsgrad"]))
+        self._trained = {id(parameter): (index_of[id(parameter)], planes_of(group))
                          for group in self.param_groups for parameter in group["params"] if id(parameter) in index_of}
         self._offsets = {}
         if before is not None:
@@ -381,7 +383,7 @@ class Remote(torch.optim.Optimizer):
                              for name, parameter in zip(member.names, member.parameters)}
         for parameter in member.parameters:
             state = self.state.get(parameter)
-            if is_new and type(state) is ParameterState and any(plane in dict.keys(state) for plane in planes_of(True)):
+            if is_new and type(state) is ParameterState and any(plane in dict.keys(state) for plane in PLANES):
                 name = member.names[index_of.get(id(parameter), 0)]
                 raise RuntimeError(f"state of parameter {name} was set before the first step: pass it to "
                                    "load_state_dict(), or set it after that step")
@@ -411,7 +413,7 @@ class Remote(torch.optim.Optimizer):
         """The parameter's number of updates, if each step since the trainer's last write updated it."""
         return max(self._binding.member.step_count - self._offsets.get(id(parameter), 0), 0)
 
-    def _writes(self) -> dict[tuple, list[tuple[torch.Tensor, dict[str, torch.Tensor | None], int | None]]]:
+    def _writes(self) -> dict[tuple, list[tuple[torch.Tensor, dict[str, torch.Tensor | float], int | None]]]:
         """What the trainer has written to the state, replaced, or reset: parameters by their planes, and whether
         there are update counts."""
         late = next((handed for handed in self._stale if handed.is_written), None)
@@ -428,7 +430,7 @@ class Remote(torch.optim.Optimizer):
             if given:
                 planes, step = self._state_of(parameter).changes(self._updates_of(parameter))
             else:
-                planes, step = dict.fromkeys(self._trained[id(parameter)][1]), 0  # As before its first update.
+                planes, step = self._trained[id(parameter)][1], 0  # As before its first update.
             if planes or step is not None:
                 writes.setdefault((tuple(planes), step is None), []).append((parameter, planes, step))
         return writes
@@ -471,20 +473,7 @@ class Remote(torch.optim.Optimizer):
         return 1.0 if scale is None else float(scale)
 
     def _current_hyper_parameters(self) -> list[HyperParameters]:
-        return self._settings_of_others or [self._hyper_parameters(group) for group in self.param_groups]
-
-    def _hyper_parameters(self, group: dict[str, Any]) -> HyperParameters:
-        for name in ("lr", "eps", "weight_decay"):  # Otherwise the service would refuse them after the step has begun.
-            if not 0.0 <= group[name] < math.inf:
-                raise ValueError(f"Invalid {name} value: {float(group[name])}; set it in the optimizer's param_groups")
-        for index, beta in enumerate(group["betas"]):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {float(beta)}; set it in the optimizer's "
-                                 "param_groups")
-        return HyperParameters(
-            lr=float(group["lr"]), betas=tuple(float(beta) for beta in group["betas"]), eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled_weight_decay=bool(group["decoupled_weight_decay"]), amsgrad=bool(group["amsgrad"]), maximize=bool(group["maximize"]))
+        return self._settings_of_others or [hyper_parameters_of(group) for group in self.param_groups]
 
     # ------------------------------------------------------------ torch's interface of an optimizer
 
@@ -503,20 +492,23 @@ class Remote(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # States saved by an older torch lack some.
-            for name, value in {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
-                                "differentiable": False, "fused": None, "decoupled_weight_decay": False}.items():
-                group.setdefault(name, value)
+        self.defaults.setdefault("rule", self._rule)
+        for group in self.param_groups:  # As in `completed`.
+            group.setdefault("rule", self._rule)
+            if group["rule"] == "adam":
+                group.setdefault("decoupled_weight_decay", False)
         if "_options" in state:  # load_state_dict comes here without it.
             self._forget_steps()
             self._kept = Kept()
             uneven.register(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Allowed also after the first step(): then the next one derives another job."""
+        """Allowed also after the first step(): then the next one derives another job. rule: see AdamW."""
         if self._options is not None:
             (param_group,) = named([param_group], self.module, self._numbered)
-        super().add_param_group(param_group)
+        super().add_param_group(with_rule(param_group, self._rule))
+        if self.param_groups[-1]["rule"] != self._rule:
+            drop_others(self.param_groups[-1])
         self._numbered += len(self.param_groups[-1]["params"])
         if self._options is not None:
             check_group(self.param_groups[-1])
@@ -536,7 +528,7 @@ class Remote(torch.optim.Optimizer):
                 if parameter.requires_grad and not self.state[parameter]:
                     self.state[parameter] = ParameterState(step=torch.tensor(0.0))
                 if self._options is not None and self._options.full_state and type(self.state.get(parameter)) is ParameterState:
-                    self.state[parameter].bind(planes_of(group["amsgrad"]), None)
+                    self.state[parameter].bind(planes_of(group), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and the job and step of the state. The service has the weights and moments. If it
@@ -575,14 +567,18 @@ class Remote(torch.optim.Optimizer):
                 if index in state["state"]:  # If a parameter is there twice, the first counts.
                     state["state"][index] = state["state"][index] | (moments or {})
         elif self._options.full_state and (self._binding is not None or dcp.asks()):
-            amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
+            groups = [group for group in self.param_groups for _ in group["params"]]
             for index, values in state["state"].items():
                 if parameters[index].requires_grad:
-                    state["state"][index] = values | self._planes(parameters[index], amsgrad[index])
+                    values = values | self._planes(parameters[index], planes_of(groups[index]))
+                    if int(values["step"]) == 0 and "momentum_buffer" in values and not dcp.asks():
+                        values["momentum_buffer"] = None  # As torch.optim.SGD knows a first update.
+                    state["state"][index] = values
         return state
 
-    def _planes(self, parameter: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
-        planes = [*planes_of(amsgrad), *(["master"] if parameter.dtype != torch.float32 else [])]
+    def _planes(self, parameter: torch.Tensor, planes: Iterable[str]) -> dict[str, torch.Tensor]:
+        # Without any other plane the master shows that the state is a full one.
+        planes = [*planes, *(["master"] if parameter.dtype != torch.float32 or not planes else [])]
         if self._binding is None:  # torch.distributed.checkpoint needs places to load to.
             return {plane: torch.zeros_like(parameter, dtype=torch.float32) for plane in planes}
         read, updates = {}, 0
@@ -599,13 +595,13 @@ class Remote(torch.optim.Optimizer):
         With a state of torch.optim with moments, or one of ballast.torch with full_state whose job the service does
         not know: keeps the moments until the first step() or attach(). That begins a new job with these moments and
         the parameters' weights. A group's names say which parameter is which; without names the order does, as in
-        torch. Until then the moments take 8 bytes a parameter on each rank (with FSDP2, of its shards). Each rank
+        torch. Until then AdamW's moments take 8 bytes a parameter on each rank (with FSDP2, of its shards). Each rank
         uploads its part with the weights. If the job has weights already, that step() raises
-        FailedPreconditionError."""
-        state_dict = regrouped(state_dict, self.param_groups)
+        FailedPreconditionError. A state of another rule is an InvalidArgumentError."""
+        state_dict = completed(regrouped(state_dict, self.param_groups), self.param_groups)
         moments = moments_of(state_dict, self.param_groups)
         uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
-        if moments is None and self._options.service is None and _has_planes(state_dict):
+        if moments is None and self._options.service is None and has_planes(state_dict):
             uid = ""  # A full state without updates: a new job begins as usual.
         bound = self._binding
         writes = bound is not None and (uid, step) != (bound.member.job_uid, bound.member.step_count)
@@ -663,10 +659,6 @@ class Remote(torch.optim.Optimizer):
         for parameter, values in zip(parameters, moments):
             if parameter in self.state:
                 self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()
-
-
-def _has_planes(state: dict[str, Any]) -> bool:
-    return any("exp_avg" in values for values in state["state"].values())
 
 
 def _reader(optimizer: Remote, parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:

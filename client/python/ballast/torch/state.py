@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ class ParameterState(dict):
     def is_bound(self) -> bool:
         return self._read is not None
 
-    def bind(self, planes: tuple[str, ...], read: Callable[[str], torch.Tensor] | None) -> None:
-        self._planes, self._read = planes, read
+    def bind(self, planes: Iterable[str], read: Callable[[str], torch.Tensor] | None) -> None:
+        self._planes, self._read = tuple(planes), read
 
     # ------------------------------------------------------------ a mapping
 
@@ -109,8 +109,11 @@ class ParameterState(dict):
         return super().__len__() == 1 and self._told is not None and value is self._told[0] and \
             value._version == self._told[1]
 
-    def changes(self, step: int) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Planes that were changed since they were read or put here; and `step`, unless it is this one."""
+    def changes(self, step: int) -> tuple[dict[str, torch.Tensor | float], int | None]:
+        """Planes that were changed since they were read or put here; and `step`, unless it is this one. As in
+        torch.optim.SGD, a momentum_buffer of None makes the next update a first one."""
+        if "momentum_buffer" in self._planes and dict.get(self, "momentum_buffer", self) is None:
+            return {"momentum_buffer": 0.0}, 0
         planes = {}
         for plane in self._planes:
             value = dict.get(self, plane)

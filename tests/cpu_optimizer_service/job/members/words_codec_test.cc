@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optimizer_service/common/rule.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -92,6 +93,27 @@ TEST(WordsCodec, RefusesAWordOfAnotherJob) {
   JobSpec other = MakeJobSpec({.group_sizes = {{1000}}, .world_size = 4});
   EXPECT_TRUE(absl::IsInvalidArgument(DecodeMemberWord(Encode(Report()), other).status()));
   EXPECT_TRUE(absl::IsInvalidArgument(DecodeLeadWord(Encode(Decided()), other).status()));
+}
+
+TEST(WordsCodec, RefusesHyperParametersOfAnotherRule) {
+  LeadWord word = Decided();
+  KeptDecision& decision = std::get<LeadWord::Decided>(word.what).decision;
+  EXPECT_TRUE(DecodeLeadWord(Encode(word), Spec()).ok());
+  for (const HyperParameters& wrong : {DefaultsOf(Rule::kLion), HyperParameters{.amsgrad = true},
+                                       HyperParameters{.rule = static_cast<Rule>(200)}}) {
+    for (auto* values : {&decision.hyper_parameters, &decision.values_after}) {
+      const HyperParameters right = std::exchange((*values)[1], wrong);
+      for (const bool applies : {true, false}) {
+        decision.outcome.decision.apply = applies;
+        EXPECT_TRUE(absl::IsInvalidArgument(DecodeLeadWord(Encode(word), Spec()).status()));
+      }
+      (*values)[1] = right;
+    }
+  }
+  Follow follow = {.uid = std::string(32, 'a'), .spec = Spec(), .member = 1};
+  EXPECT_TRUE(DecodeFollow(Encode(follow)).ok());
+  follow.spec.groups[0].hyper_parameters.rule = static_cast<Rule>(200);
+  EXPECT_TRUE(absl::IsInvalidArgument(DecodeFollow(Encode(follow)).status()));
 }
 
 }  // namespace

@@ -307,22 +307,22 @@ TEST_F(StepLeadTest, TrialsOfAllMembersSettleADraft) {
     Draft made;
     made.outcome.decision = {.apply = true, .multipliers = {1, 0.5}};
     made.update.multipliers = {1, 0.5};
-    made.bounds = {{.master = 1, .exp_avg = 1, .exp_avg_sq = 1}, {}};
+    made.bounds = {{.planes = {1, 1, 1, 0}}, {}};
     return made;
   };
   StateTrial first(2);
-  first.Add(1, {.master = 3, .exp_avg = 2, .exp_avg_sq = 1});
+  first.Add(1, {.planes = {3, 2, 1, 0}});
   StateTrial second(2);
-  second.Add(1, {.master = 1, .exp_avg = 4, .exp_avg_sq = 1});
+  second.Add(1, {.planes = {1, 4, 1, 0}});
   StateTrial both(2);
   both.Add(spec_, first);
   both.Add(spec_, second);
   Draft settled = draft();
   both.Settle(spec_, settled);
   EXPECT_TRUE(settled.outcome.decision.apply);
-  EXPECT_EQ(settled.bounds[0].master, 1) << "that group needed no trial";
-  EXPECT_EQ(settled.bounds[1].master, 3);
-  EXPECT_EQ(settled.bounds[1].exp_avg, 4);
+  EXPECT_EQ(settled.bounds[0].planes[0], 1) << "that group needed no trial";
+  EXPECT_EQ(settled.bounds[1].planes[0], 3);
+  EXPECT_EQ(settled.bounds[1].planes[1], 4);
 
   second.Add(spec_, {.plane = Plane::kExpAvg,
                      .value = 5,

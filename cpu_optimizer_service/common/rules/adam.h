@@ -2,7 +2,7 @@
 //
 // Source: torch.optim.Adam and AdamW (single tensor, not capturable), Kingma and Ba 2015,
 // Loshchilov and Hutter 2019. fp32 throughout; plain IEEE multiply, add, subtract, divide, square
-// root in exactly this order, no fused multiply-add:
+// root in exactly this order, no fused multiply-add, denormals as zero (Z and P in arithmetic.h):
 //
 // clang-format off
 //   g  = Z(gradient)
@@ -17,23 +17,19 @@
 //   w  = Z(w - P(step_size * P(m / d)))         step_size = lr / bias_correction1
 //   shard = round(w) to the return dtype
 //
-// Denormals count as zero, everywhere, by comparison, so that the hardware's flushing mode (FTZ,
-// DAZ on x86; FZ on Arm) cannot show in a result:
-//   Z(x) = +0 if |x| <  2^-126, else x          values read, and sums (a denormal sum is exact)
-//   P(x) = +0 if |x| <= 2^-126, else x          products and quotients: 2^-126 itself may
-//                                               be rounded up, depending on the mode
 // clang-format on
-// A stored moment is thus never denormal. Note `<` and `<=`: NaN passes both.
+// A stored moment is thus never denormal.
 //
 // The scalars are computed once per run in double and rounded to fp32, bias corrections
 // (1 - beta^t) by repeated squaring, so that no math library enters.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ADAM_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ADAM_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RULES_ADAM_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RULES_ADAM_H_
 
 #include <cstdint>
 
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/rule.h"
 
 namespace ballast {
 
@@ -85,6 +81,21 @@ struct AdamRun {
 // The specification, one element at a time. The vector version is UpdateAdam in kernels.h.
 void UpdateAdamReference(const AdamRun& run);
 
+AdamRun AdamRunOf(const RuleRun& run);
+
+// The bounds of the row:
+//
+//   G                                           no gradient is larger
+//        (+ weight_decay * W, with L2 decay)
+//   M' = max(M, G)                              m is a mean of the old m and g
+//   V' = max(V, G * G)
+//   W' = W * max(1, |1 - lr * weight_decay|) + lr / (1 - beta1) * M' / eps
+//
+// each with a factor for fp32's rounding up. The denominator is at least eps, so eps = 0 gives no
+// bound. With this crude bound of the quotient W' rises by lr * 1e8 in a usual step. It reaches
+// fp32's limit only after more steps than any training has.
+extern const RuleRow kAdamRow;
+
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ADAM_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_RULES_ADAM_H_

@@ -1,0 +1,135 @@
+// The formulas of common/rules/ except Adam's, a vector at a time. Included once per instruction set.
+//
+// Z of what is read is left out: it is flushed when used, and its sign ends in a P or in the Z of a
+// sum.
+#if defined(BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_
+#undef BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_
+#else
+#define BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_
+#endif
+
+#include "cpu_optimizer_service/common/rules/adagrad.h"
+#include "cpu_optimizer_service/common/rules/lion.h"
+#include "cpu_optimizer_service/common/rules/sgd.h"
+#include "cpu_optimizer_service/common/rules/sign_sgd.h"
+#include "cpu_optimizer_service/kernels/turns-inl.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace ballast {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// P(factor * x) in the careful way; for an operand of a sum that `large` looks at.
+template <bool kCareful>
+HWY_INLINE FloatVec Times(float factor, FloatVec x) {
+  return PIf<kCareful>(hn::Mul(hn::Set(FloatTag(), factor), x));
+}
+
+// lr * sign(x), of which Z was taken.
+HWY_INLINE FloatVec SignOf(FloatVec x, float lr) {
+  const FloatTag d;
+  const auto has_sign = hn::Gt(hn::Abs(x), hn::Zero(d));
+  return hn::IfThenElse(has_sign, hn::CopySign(hn::Set(d, lr), x), x);
+}
+
+template <bool kMomentum>
+struct SgdKernel {
+  static constexpr size_t kPlanes = kMomentum ? 2 : 1;
+  using Scalars = SgdScalars;
+  static bool IsCareful(const SgdScalars&) { return false; }
+
+  template <bool kCareful>
+  static HWY_INLINE void Compute(const SgdScalars& s, FloatVec gradient,
+                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+    const FloatTag d;
+    FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
+                                      hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
+    if constexpr (kMomentum) {
+      FloatVec b = g;
+      if (!s.first) {
+        b = AddProduct<kCareful>(Times<kCareful>(s.momentum, planes[1]),
+                                 hn::Mul(hn::Set(d, s.gain), g), large);
+      }
+      planes[1] = b;
+      g = s.nesterov ? AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), b), large) : b;
+    }
+    planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.lr), g), large);
+  }
+};
+
+struct LionKernel {
+  static constexpr size_t kPlanes = 2;
+  using Scalars = LionScalars;
+  static bool IsCareful(const LionScalars&) { return false; }
+
+  template <bool kCareful>
+  static HWY_INLINE void Compute(const LionScalars& s, FloatVec gradient,
+                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+    const FloatTag d;
+    const FloatVec g = Times<kCareful>(s.multiplier, gradient);
+    const FloatVec c = AddProduct<kCareful>(Times<kCareful>(s.beta1, planes[1]),
+                                            hn::Mul(hn::Set(d, s.one_minus_beta1), g), large);
+    planes[0] =
+        AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]), SignOf(hn::Neg(c), s.lr), large);
+    planes[1] = AddProduct<kCareful>(Times<kCareful>(s.beta2, planes[1]),
+                                     hn::Mul(hn::Set(d, s.one_minus_beta2), g), large);
+  }
+};
+
+struct AdagradKernel {
+  static constexpr size_t kPlanes = 2;
+  using Scalars = AdagradScalars;
+  static bool IsCareful(const AdagradScalars& s) { return s.step_size > 1; }
+
+  // P(g / d) is left out unless the step size is above 1: what 2^-126 becomes times at most 1, P
+  // makes zero.
+  template <bool kCareful>
+  static HWY_INLINE void Compute(const AdagradScalars& s, FloatVec gradient,
+                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+    const FloatTag d;
+    const FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
+                                            hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
+    planes[1] = AddProduct<kCareful>(planes[1], hn::Mul(g, g), large);
+    FloatVec quotient = hn::Div(g, hn::Add(hn::Sqrt(planes[1]), hn::Set(d, s.eps)));
+    if (kCareful && s.step_size > 1) quotient = P(quotient);
+    planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.step_size), quotient), large);
+  }
+};
+
+struct SignSgdKernel {
+  static constexpr size_t kPlanes = 1;
+  using Scalars = SignSgdScalars;
+  static bool IsCareful(const SignSgdScalars&) { return false; }
+
+  template <bool kCareful>
+  static HWY_INLINE void Compute(const SignSgdScalars& s, FloatVec gradient,
+                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+    // P in both ways: no sum has this product, so nobody looks whether it is 2^-126.
+    const FloatVec g = P(hn::Mul(gradient, hn::Set(FloatTag(), s.multiplier)));
+    planes[0] =
+        AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]), SignOf(hn::Neg(g), s.lr), large);
+  }
+};
+
+HWY_NOINLINE void UpdateSgdRun(const RuleRun& run, RedoWriter* redo) {
+  const SgdScalars s = MakeSgdScalars(run);
+  if (run.from[1] != nullptr) return UpdateByKernel<SgdKernel<true>>(run, s, redo);
+  return UpdateByKernel<SgdKernel<false>>(run, s, redo);
+}
+HWY_NOINLINE void UpdateLionRun(const RuleRun& run, RedoWriter* redo) {
+  UpdateByKernel<LionKernel>(run, MakeLionScalars(run), redo);
+}
+HWY_NOINLINE void UpdateAdagradRun(const RuleRun& run, RedoWriter* redo) {
+  UpdateByKernel<AdagradKernel>(run, MakeAdagradScalars(run), redo);
+}
+HWY_NOINLINE void UpdateSignSgdRun(const RuleRun& run, RedoWriter* redo) {
+  UpdateByKernel<SignSgdKernel>(run, MakeSignSgdScalars(run), redo);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace ballast
+HWY_AFTER_NAMESPACE();
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_
