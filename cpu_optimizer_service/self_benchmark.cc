@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/limits/processors.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/host/arena.h"
@@ -25,7 +26,7 @@
 namespace ballast {
 namespace {
 
-// Of memory for an element: gradient, master, exp_avg, exp_avg_sq, shard.
+// Of memory for an element: gradient, three planes, shard.
 constexpr int64_t kBytesPerElement = 2 + 4 + 4 + 4 + 2;
 constexpr int kMaxRounds = 100;
 
@@ -59,7 +60,7 @@ class Arrays {
     }
     // The moments stay zero, and become what the gradient makes them.
     pool.ForEach(chunks, [&](int64_t chunk) {
-      const AdamTraffic traffic = arrays.Traffic(chunk);
+      const UpdateTraffic traffic = arrays.Traffic(chunk, 3);
       // Ordinary values keep the kernel on the way that it takes in training (kernels/adam-inl.h).
       std::fill_n(const_cast<uint16_t*>(traffic.gradient), kMaxChunkElements,
                   FloatToBFloat16(0.01f));
@@ -74,28 +75,30 @@ class Arrays {
     return HugePageShare(arenas_[1]->data(), arenas_[1]->size_bytes());
   }
 
-  AdamTraffic Traffic(int64_t chunk) const {
-    return {.elements = kMaxChunkElements,
-            .gradient = At<uint16_t>(0, chunk),
-            .planes = {At<float>(1, chunk), At<float>(2, chunk), At<float>(3, chunk)},
-            .shard = At<uint16_t>(4, chunk)};
+  // `planes`: 1 to 3.
+  UpdateTraffic Traffic(int64_t chunk, size_t planes) const {
+    UpdateTraffic traffic = {.elements = kMaxChunkElements,
+                             .gradient = At<uint16_t>(0, chunk),
+                             .planes = {},
+                             .shard = At<uint16_t>(4, chunk)};
+    for (size_t plane = 0; plane < planes; ++plane) {
+      traffic.planes[plane] = At<float>(static_cast<int>(plane) + 1, chunk);
+    }
+    return traffic;
   }
-  AdamRun Run(int64_t chunk, const AdamScalars& scalars) const {
-    const AdamTraffic at = Traffic(chunk);
-    return {.elements = at.elements,
-            .gradient = at.gradient,
-            .gradient_dtype = DType::kBFloat16,
-            .master = at.planes[0],
-            .exp_avg = at.planes[1],
-            .exp_avg_sq = at.planes[2],
-            .max_exp_avg_sq = nullptr,
-            .new_master = at.planes[0],
-            .new_exp_avg = at.planes[1],
-            .new_exp_avg_sq = at.planes[2],
-            .new_max_exp_avg_sq = nullptr,
-            .shard = at.shard,
-            .shard_dtype = DType::kBFloat16,
-            .scalars = scalars};
+  RuleRun Run(int64_t chunk, const HyperParameters& values) const {
+    const UpdateTraffic at = Traffic(chunk, PlanesOf(values).size());
+    RuleRun run = {.elements = at.elements,
+                   .gradient = at.gradient,
+                   .gradient_dtype = DType::kBFloat16,
+                   .to = at.planes,
+                   .shard = at.shard,
+                   .shard_dtype = DType::kBFloat16,
+                   .values = &values,
+                   // Any but the first will do: the work is the same.
+                   .update_count = 10};
+    std::ranges::copy(at.planes, run.from.begin());
+    return run;
   }
 
  private:
@@ -116,16 +119,16 @@ struct Times {
   std::vector<double> kernel;
 };
 
-void MeasureRound(const Arrays& arrays, int prefetch_ahead, ForChunks for_chunks, Times& times) {
-  // Any update count will do: the work is the same.
-  const AdamScalars scalars = MakeAdamScalars(HyperParameters(), 10, 1.0f);
+void MeasureRound(const Arrays& arrays, const HyperParameters& values, int prefetch_ahead,
+                  ForChunks for_chunks, Times& times) {
+  const size_t planes = PlanesOf(values).size();
   // The two are measured one after the other in every round. What slows the host for a while slows
   // both, and hardly shows in their ratio.
   times.roofline.push_back(Seconds([&] {
-    for_chunks([&](int64_t chunk) { MoveAdamTraffic(arrays.Traffic(chunk), prefetch_ahead); });
+    for_chunks([&](int64_t chunk) { MoveTraffic(arrays.Traffic(chunk, planes), prefetch_ahead); });
   }));
-  times.kernel.push_back(
-      Seconds([&] { for_chunks([&](int64_t chunk) { UpdateAdam(arrays.Run(chunk, scalars)); }); }));
+  times.kernel.push_back(Seconds(
+      [&] { for_chunks([&](int64_t chunk) { UpdateByRule(arrays.Run(chunk, values)); }); }));
 }
 
 // The distance with which the roofline is highest; the first where there is no time to try.
@@ -136,7 +139,7 @@ int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
   for (const int ahead : kPrefetchAheadElements) {
     for (int turn = 0; turn < 2; ++turn) {  // The first of all also warms up.
       const double taken = Seconds([&] {
-        for_chunks([&](int64_t chunk) { MoveAdamTraffic(arrays.Traffic(chunk), ahead); });
+        for_chunks([&](int64_t chunk) { MoveTraffic(arrays.Traffic(chunk, 3), ahead); });
       });
       spent_seconds += taken;
       if (best_seconds == 0 || taken < best_seconds) {
@@ -150,26 +153,29 @@ int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
   return best;
 }
 
-KernelSpeed SpeedOf(int threads, int64_t elements, const Times& times) {
+KernelSpeed SpeedOf(const HyperParameters& values, int threads, int64_t elements,
+                    const Times& times) {
   std::vector<double> fractions;
   for (size_t round = 0; round < times.kernel.size(); ++round) {
     // Both moved the same elements, so the ratio of the times is that of the speeds.
     fractions.push_back(times.roofline[round] / times.kernel[round]);
   }
   const auto count = static_cast<double>(elements);
-  return {.threads = threads,
+  return {.optimizer = absl::StrCat(TitleOf(values), values.momentum > 0 ? " momentum" : ""),
+          .planes = static_cast<int>(PlanesOf(values).size()),
+          .threads = threads,
           .roofline_elements_per_second = count / Median(times.roofline),
           .kernel_elements_per_second = count / Median(times.kernel),
           .fraction = Median(std::move(fractions))};
 }
 
 std::string Row(const KernelSpeed& speed) {
-  const auto column = [](double elements_per_second) {
+  const auto column = [&](double elements_per_second) {
     return absl::StrFormat("%7.1f GB/s %7.3f Gparam/s",
-                           elements_per_second * kAdamTrafficBytesPerElement / 1e9,
+                           elements_per_second * TrafficBytesPerElement(speed.planes) / 1e9,
                            elements_per_second / 1e9);
   };
-  return absl::StrFormat("%-12s %s   %s   %5.2f\n",
+  return absl::StrFormat("%-12s %-12s %s   %s   %5.2f\n", speed.optimizer,
                          absl::StrCat(speed.threads, speed.threads == 1 ? " thread" : " threads"),
                          column(speed.roofline_elements_per_second),
                          column(speed.kernel_elements_per_second), speed.fraction);
@@ -201,8 +207,9 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   const auto with_one = [&](absl::FunctionRef<void(int64_t)> body) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk);
   };
-  Times all;
-  Times one;
+  const std::vector<HyperParameters>& rules = options.rules;
+  std::vector<Times> all(rules.size());
+  std::vector<Times> one(rules.size());
   const int ahead = BestPrefetch(arrays, with_all, options.seconds);
   double round_seconds = 0;
   int rounds = 0;
@@ -210,8 +217,10 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   while (rounds == 0 ||
          (rounds < kMaxRounds && SecondsSince(begin) + round_seconds < options.seconds)) {
     round_seconds = Seconds([&] {
-      MeasureRound(arrays, ahead, with_all, all);
-      MeasureRound(arrays, ahead, with_one, one);
+      for (size_t i = 0; i < rules.size(); ++i) {
+        MeasureRound(arrays, rules[i], ahead, with_all, all[i]);
+        MeasureRound(arrays, rules[i], ahead, with_one, one[i]);
+      }
     });
     ++rounds;
   }
@@ -220,19 +229,21 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   result.kernel_target = KernelTarget();
   result.elements = chunks * kMaxChunkElements;
   result.rounds = rounds;
-  result.all_threads = SpeedOf(pool.threads(), result.elements, all);
-  result.one_thread = SpeedOf(1, result.elements, one);
+  for (size_t i = 0; i < rules.size(); ++i) {
+    result.all_threads.push_back(SpeedOf(rules[i], pool.threads(), result.elements, all[i]));
+    result.one_thread.push_back(SpeedOf(rules[i], 1, result.elements, one[i]));
+  }
   // Arrays that fit in the last cache say nothing about memory.
   const int64_t cache_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
   // sysconf says 0 where it does not know. Then all arrays count as large.
   const bool beyond_cache = chunks * kMaxChunkElements * kBytesPerElement >= 2 * cache_bytes;
-  result.facts = {
-      .threads = pool.threads(),
-      .processors = std::min(options.topology->processors(), UsableProcessorCount()),
-      .nodes = static_cast<int>(options.topology->nodes.size()),
-      .bound = pool.bound(),
-      .huge_page_share = arrays.huge_page_share(),
-      .kernel_fraction = beyond_cache ? std::optional(result.all_threads.fraction) : std::nullopt};
+  result.facts = {.threads = pool.threads(),
+                  .processors = std::min(options.topology->processors(), UsableProcessorCount()),
+                  .nodes = static_cast<int>(options.topology->nodes.size()),
+                  .bound = pool.bound(),
+                  .huge_page_share = arrays.huge_page_share(),
+                  .kernel_fraction =
+                      beyond_cache ? std::optional(result.all_threads[0].fraction) : std::nullopt};
   return result;
 }
 
@@ -265,12 +276,13 @@ std::vector<std::string> HostWarnings(const HostFacts& facts) {
 }
 
 std::string ToLine(const SelfBenchmark& result) {
+  const KernelSpeed& all = result.all_threads[0];
+  const KernelSpeed& one = result.one_thread[0];
   return absl::StrFormat(
-      "self-benchmark: updates %.3f Gparam/s with %d threads (%.2f of the roofline), %.3f with one "
-      "(%.2f), %d NUMA nodes, kernel %s",
-      result.all_threads.kernel_elements_per_second / 1e9, result.all_threads.threads,
-      result.all_threads.fraction, result.one_thread.kernel_elements_per_second / 1e9,
-      result.one_thread.fraction, result.facts.nodes, result.kernel_target);
+      "self-benchmark: %s updates %.3f Gparam/s with %d threads (%.2f of the roofline), %.3f with "
+      "one (%.2f), %d NUMA nodes, kernel %s",
+      all.optimizer, all.kernel_elements_per_second / 1e9, all.threads, all.fraction,
+      one.kernel_elements_per_second / 1e9, one.fraction, result.facts.nodes, result.kernel_target);
 }
 
 std::string ToTable(const SelfBenchmark& result) {
@@ -278,10 +290,12 @@ std::string ToTable(const SelfBenchmark& result) {
       absl::StrFormat("%d processors, %d NUMA nodes, kernel %s, %.1f million elements, %d rounds\n",
                       result.facts.processors, result.facts.nodes, result.kernel_target,
                       static_cast<double>(result.elements) / 1e6, result.rounds);
-  absl::StrAppendFormat(&text, "%-12s %-28s   %-28s   %s\n", "", "memory traffic alone",
+  absl::StrAppendFormat(&text, "%-12s %-12s %-28s   %-28s   %s\n", "", "", "memory traffic alone",
                         "update of bf16 gradients", "fraction");
-  text += Row(result.all_threads);
-  if (result.all_threads.threads > 1) text += Row(result.one_thread);
+  for (size_t i = 0; i < result.all_threads.size(); ++i) {
+    text += Row(result.all_threads[i]);
+    if (result.all_threads[i].threads > 1) text += Row(result.one_thread[i]);
+  }
   for (const std::string& warning : HostWarnings(result.facts)) {
     absl::StrAppend(&text, "warning: ", warning, "\n");
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 // This file is compiled once per instruction set, by including itself; the order of these matters.
 // clang-format off
@@ -36,41 +37,47 @@ HWY_INLINE void StreamUpperHalves(DF df, hn::Vec<DF> low, hn::Vec<DF> high, uint
 
 // Loads come before stores: where arrays lie at the same place in their pages, a load would else
 // wait for the store before it.
-template <class DF>
-HWY_INLINE hn::Vec<DF> MoveVector(DF df, const AdamTraffic& t, size_t at, float zero) {
+template <size_t... kPlane, class DF>
+HWY_INLINE hn::Vec<DF> MoveVector(std::index_sequence<kPlane...>, DF df, const UpdateTraffic& t,
+                                  size_t at, float zero) {
   const auto nothing = hn::Mul(LoadAs<DType::kBFloat16>(df, t.gradient, at), hn::Set(df, zero));
-  const auto first = hn::Add(hn::LoadU(df, t.planes[0] + at), nothing);
-  const auto second = hn::Add(hn::LoadU(df, t.planes[1] + at), nothing);
-  const auto third = hn::Add(hn::LoadU(df, t.planes[2] + at), nothing);
-  hn::StoreU(first, df, t.planes[0] + at);
-  hn::StoreU(second, df, t.planes[1] + at);
-  hn::StoreU(third, df, t.planes[2] + at);
-  return first;
+  const hn::Vec<DF> moved[] = {hn::Add(hn::LoadU(df, t.planes[kPlane] + at), nothing)...};
+  (hn::StoreU(moved[kPlane], df, t.planes[kPlane] + at), ...);
+  return moved[0];
 }
 
 // `zero` is 0, which the compiler does not know: it would leave out a store of what was loaded.
-HWY_NOINLINE void Move(const AdamTraffic& traffic, size_t prefetch_ahead, float zero) {
+template <size_t kPlanes>
+HWY_NOINLINE void MovePlanes(const UpdateTraffic& traffic, size_t prefetch_ahead, float zero) {
+  constexpr std::make_index_sequence<kPlanes> kEach;
   const hn::ScalableTag<float> df;
   using FloatVec = hn::Vec<decltype(df)>;
   const size_t lanes = hn::Lanes(df);
-  const AdamTraffic t = traffic;  // A copy that no store can change.
-  constexpr size_t kLines = 32;   // Elements of a cache line of gradient, and two of each plane.
+  const UpdateTraffic t = traffic;  // A copy that no store can change.
+  constexpr size_t kLines = 32;     // Elements of a cache line of gradient, and two of each plane.
   const size_t turn = std::max(kLines, 2 * lanes);
   for (size_t begin = 0; begin < static_cast<size_t>(t.elements); begin += turn) {
     for (size_t i = begin; i < begin + turn; i += 2 * lanes) {
-      const FloatVec low = MoveVector(df, t, i, zero);
-      const FloatVec high = MoveVector(df, t, i + lanes, zero);
+      const FloatVec low = MoveVector(kEach, df, t, i, zero);
+      const FloatVec high = MoveVector(kEach, df, t, i + lanes, zero);
       StreamUpperHalves(df, low, high, t.shard + i);
     }
     if (prefetch_ahead != 0) {
       hwy::Prefetch(t.gradient + begin + prefetch_ahead);
-      for (const float* plane : t.planes) {
-        hwy::Prefetch(plane + begin + prefetch_ahead);
-        hwy::Prefetch(plane + begin + prefetch_ahead + kLines / 2);
+      for (size_t plane = 0; plane < kPlanes; ++plane) {
+        hwy::Prefetch(t.planes[plane] + begin + prefetch_ahead);
+        hwy::Prefetch(t.planes[plane] + begin + prefetch_ahead + kLines / 2);
       }
     }
   }
   hwy::FlushStream();
+}
+
+HWY_NOINLINE void Move(const UpdateTraffic& traffic, size_t prefetch_ahead, float zero) {
+  if (traffic.planes[1] == nullptr) return MovePlanes<1>(traffic, prefetch_ahead, zero);
+  if (traffic.planes[2] == nullptr) return MovePlanes<2>(traffic, prefetch_ahead, zero);
+  if (traffic.planes[3] == nullptr) return MovePlanes<3>(traffic, prefetch_ahead, zero);
+  MovePlanes<4>(traffic, prefetch_ahead, zero);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -83,7 +90,7 @@ namespace {
 HWY_EXPORT(Move);
 }  // namespace
 
-void MoveAdamTraffic(const AdamTraffic& traffic, int prefetch_ahead_elements) {
+void MoveTraffic(const UpdateTraffic& traffic, int prefetch_ahead_elements) {
   static const volatile float zero = 0;
   HWY_DYNAMIC_DISPATCH(Move)(traffic, static_cast<size_t>(prefetch_ahead_elements), zero);
 }

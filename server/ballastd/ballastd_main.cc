@@ -25,6 +25,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "cpu_optimizer_service/common/limits/processors.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
@@ -193,6 +194,13 @@ absl::Status WritePortFile(const std::string& path, const std::vector<std::strin
 int PrintSelfBenchmark(const BallastdFlags& flags) {
   ballast::SelfBenchmarkOptions options{.threads = flags.threads};
   options.memory_bytes = std::min(options.memory_bytes, flags.memory_limit_bytes);
+  options.rules.clear();
+  for (const ballast::RuleRow& row : ballast::Rules()) {
+    options.rules.push_back(row.defaults);
+    if (row.defaults.rule != ballast::Rule::kSgd) continue;
+    options.rules.push_back(row.defaults);
+    options.rules.back().momentum = 0.9;
+  }
   const auto result = ballast::RunSelfBenchmark(options);
   if (!result.ok()) return Fail(result.status(), 1);
   std::fputs(ballast::ToTable(*result).c_str(), stdout);

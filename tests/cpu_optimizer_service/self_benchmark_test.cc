@@ -2,12 +2,14 @@
 
 #include <gmock/gmock.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/kernels/roofline.h"
 #include "tests/cpu_optimizer_service/host/topology_for_tests.h"
@@ -22,23 +24,30 @@ using ::testing::IsEmpty;
 TEST(SelfBenchmark, MeasuresBothLoopsWithAllThreadsAndOne) {
   const Topology topology = SeveralNodesInOne(2);
   const SelfBenchmark result =
-      RunSelfBenchmark(
-          {.threads = 2, .memory_bytes = 21 << 20, .seconds = 0.01, .topology = &topology})
+      RunSelfBenchmark({.threads = 2,
+                        .memory_bytes = 21 << 20,
+                        .seconds = 0.01,
+                        .rules = {HyperParameters(), DefaultsOf(Rule::kLion)},
+                        .topology = &topology})
           .value();
   EXPECT_EQ(result.elements, 5 << 18);  // Whole chunks, of 16 bytes an element.
   EXPECT_GE(result.rounds, 1);
   EXPECT_EQ(result.facts.threads, 2);
   EXPECT_EQ(result.facts.nodes, 2);
-  EXPECT_EQ(result.all_threads.threads, 2);
-  EXPECT_EQ(result.one_thread.threads, 1);
-  for (const KernelSpeed& speed : {result.all_threads, result.one_thread}) {
-    EXPECT_GT(speed.roofline_elements_per_second, 0);
-    EXPECT_GT(speed.kernel_elements_per_second, 0);
-    EXPECT_GT(speed.fraction, 0);
+  ASSERT_EQ(result.all_threads.size(), 2u);
+  EXPECT_EQ(result.all_threads[0].threads, 2);
+  EXPECT_EQ(result.all_threads[1].planes, 2);
+  EXPECT_EQ(result.one_thread[0].threads, 1);
+  for (const std::vector<KernelSpeed>& speeds : {result.all_threads, result.one_thread}) {
+    for (const KernelSpeed& speed : speeds) {
+      EXPECT_GT(speed.roofline_elements_per_second, 0);
+      EXPECT_GT(speed.kernel_elements_per_second, 0);
+      EXPECT_GT(speed.fraction, 0);
+    }
   }
   EXPECT_THAT(ToLine(result), HasSubstr("with 2 threads"));
-  EXPECT_THAT(ToTable(result), HasSubstr("\n2 threads "));
-  EXPECT_THAT(ToTable(result), HasSubstr("\n1 thread "));
+  EXPECT_THAT(ToTable(result), HasSubstr("\nAdamW        2 threads "));
+  EXPECT_THAT(ToTable(result), HasSubstr("\nLion         1 thread "));
 }
 
 TEST(SelfBenchmark, TakesNoMoreMemoryThanItMay) {
@@ -77,21 +86,22 @@ TEST(SelfBenchmark, WarnsOfEachThingThatMakesTheHostSlow) {
 TEST(Roofline, ReadsAndWritesEveryElementAndChangesNoState) {
   for (const std::string& target : SupportedKernelTargets()) {
     ASSERT_TRUE(SetKernelTargetForTest(target));
-    for (const int ahead : kPrefetchAheadElements) {
+    for (int number = 0; number < 4 * kMaxPlanes; ++number) {
+      const int ahead = kPrefetchAheadElements[number % 4];
+      const int count = number / 4 + 1;
       constexpr int64_t kElements = 1024;
       alignas(64) uint16_t shard[kElements] = {};
       std::vector<uint16_t> gradient(kElements, FloatToBFloat16(3.0f));
-      std::vector<float> planes[3];
+      std::vector<float> planes[kMaxPlanes];
       for (int64_t i = 0; i < kElements; ++i) {
-        for (int plane = 0; plane < 3; ++plane) planes[plane].push_back(i * 3.0f + plane - 500);
+        for (int plane = 0; plane < count; ++plane) planes[plane].push_back(i * 3.0f + plane - 500);
       }
-      const std::vector<float> before[3] = {planes[0], planes[1], planes[2]};
-      AdamTraffic traffic{.elements = kElements,
-                          .gradient = gradient.data(),
-                          .planes = {planes[0].data(), planes[1].data(), planes[2].data()},
-                          .shard = shard};
-      MoveAdamTraffic(traffic, ahead);
-      for (int plane = 0; plane < 3; ++plane) EXPECT_EQ(planes[plane], before[plane]) << target;
+      const auto before = std::to_array(planes);
+      UpdateTraffic traffic{
+          .elements = kElements, .gradient = gradient.data(), .planes = {}, .shard = shard};
+      for (int plane = 0; plane < count; ++plane) traffic.planes[plane] = planes[plane].data();
+      MoveTraffic(traffic, ahead);
+      EXPECT_EQ(std::to_array(planes), before) << target;
       for (int64_t i = 0; i < kElements; ++i) {
         uint32_t bits;
         std::memcpy(&bits, &planes[0][i], sizeof(bits));
@@ -99,8 +109,8 @@ TEST(Roofline, ReadsAndWritesEveryElementAndChangesNoState) {
       }
       // A NaN in the gradient shows that it was read, and each plane written.
       gradient.assign(kElements, FloatToBFloat16(NAN));
-      MoveAdamTraffic(traffic, ahead);
-      for (int plane = 0; plane < 3; ++plane) {
+      MoveTraffic(traffic, ahead);
+      for (int plane = 0; plane < count; ++plane) {
         for (const float value : planes[plane]) ASSERT_NE(value, value) << target;
       }
     }
