@@ -24,10 +24,18 @@ except ImportError as error:
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path += [str(HERE.parent / "cpu_optimizer_service/parity"), str(HERE.parent / "support")]
 import numpy_adam  # noqa: E402
+import numpy_rules  # noqa: E402
 import processes  # noqa: E402
 
 BLOCK = 256
-PLANES = ("MASTER", "EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ")
+SQUARES = ("EXP_AVG_SQ", "MAX_EXP_AVG_SQ", "SUM")
+
+
+def planes_of(h):
+    """Of a group with these hyper-parameters, in the order of Plane."""
+    return {"ADAM": ("MASTER", "EXP_AVG", "EXP_AVG_SQ", *(["MAX_EXP_AVG_SQ"] if h.amsgrad else [])),
+            "SGD": ("MASTER", *(["MOMENTUM_BUFFER"] if h.momentum else [])), "LION": ("MASTER", "EXP_AVG"),
+            "ADAGRAD": ("MASTER", "SUM"), "SIGN_SGD": ("MASTER",)}[jobs_pb.Rule.Name(h.rule)]
 
 
 def generate(proto, out):
@@ -79,7 +87,12 @@ class Group:
         self.wire, self.returned = message.wire_dtype, message.return_dtype
         self.parameters = parameters
         self.elements = message.flat_elements
-        self.planes = [np.zeros(self.elements, np.float32) for _ in range(4)]
+        self.names, self.rule = planes_of(h), getattr(numpy_rules, jobs_pb.Rule.Name(h.rule).lower())
+        self.planes = [np.zeros(self.elements, np.float32) for _ in self.names]
+        for p in parameters:
+            if "SUM" in self.names:
+                self.planes[1][p.offset:p.offset + math.prod(p.shape)] = h.initial_accumulator_value
+        SEEN[jobs_pb.Rule.Name(h.rule)] += 1
         self.counts = {p.name: 0 for p in parameters}
 
     def update(self, gradient, multiplier, h, kept):
@@ -89,10 +102,8 @@ class Group:
                 continue
             self.counts[p.name] += 1
             at = slice(p.offset, p.offset + size)
-            planes = [plane[at] for plane in self.planes]
-            new = numpy_adam.update(h, self.counts[p.name], multiplier, gradient[at], *planes[:3],
-                                    planes[3] if h["amsgrad"] else None)
-            for plane, values in zip(self.planes, new):
+            new = self.rule(h, self.counts[p.name], multiplier, gradient[at], *(plane[at] for plane in self.planes))
+            for plane, values in zip(self.planes, new, strict=True):
                 plane[at] = values
 
 
@@ -120,11 +131,8 @@ class Game:
                      on_abort=random.choice([jobs_pb.REDO_STEP, jobs_pb.SKIP_STEP]),
                      update_mode=jobs_pb.SPECULATE if self.speculate else jobs_pb.WAIT)
         for g in range(int(random.integers(1, 3))):
-            h = jobs_pb.HyperParameters(
-                lr=float(random.choice([1e-3, 0.1])), beta1=float(random.choice([0.9, 0.0])), beta2=0.99, eps=1e-8,
-                weight_decay=float(random.choice([0, 0.1])), decoupled_weight_decay=bool(random.integers(2)),
-                bias_correction=bool(random.integers(2)), amsgrad=bool(random.integers(2)),
-                maximize=bool(random.integers(2)))
+            h = jobs_pb.HyperParameters(lr=float(random.choice([1e-3, 0.1])), weight_decay=float(random.choice([0, 0.1])),
+                                   maximize=bool(random.integers(2)), **self.of_rule())
             dtypes = [jobs_pb.BF16, jobs_pb.FP16, jobs_pb.FP32]
             job.groups.add(name=f"g{g}", hyper_parameters=h, wire_dtype=random.choice(dtypes),
                            return_dtype=random.choice(dtypes))
@@ -138,6 +146,23 @@ class Game:
             for begin in range(0, client.round_up(flat, BLOCK), BLOCK):
                 job.partitions.add(rank=int(random.integers(self.world)), group=g, begin=begin, end=begin + BLOCK)
         return job
+
+    def of_rule(self):
+        """A rule, and the hyper-parameters that not all rules have."""
+        random = self.random
+        momentum, nesterov = float(random.choice([0, 0.9])), bool(random.integers(2))
+        dampening = 0.0 if nesterov else float(random.choice([0, 0.3]))
+        betas = dict(beta1=float(random.choice([0.9, 0.0])), beta2=0.99)
+        options = {
+            jobs_pb.ADAM: dict(betas, eps=1e-8, decoupled_weight_decay=bool(random.integers(2)),
+                               bias_correction=bool(random.integers(2)), amsgrad=bool(random.integers(2))),
+            jobs_pb.SGD: dict(momentum=momentum, dampening=dampening, nesterov=nesterov and momentum > 0),
+            jobs_pb.LION: betas,
+            jobs_pb.ADAGRAD: dict(eps=1e-10, lr_decay=float(random.choice([0, 0.1])),
+                                  initial_accumulator_value=float(random.choice([0, 0.5]))),
+            jobs_pb.SIGN_SGD: {}}
+        rule = int(random.choice([jobs_pb.ADAM, *options]))
+        return dict(options[rule], rule=rule)
 
     def padded(self, group, make):
         """An array of the group's flat space: `make(size)` for each parameter, zeros in the padding."""
@@ -159,8 +184,8 @@ class Game:
 
         def first(chunk):
             group = self.groups[chunk.group]
-            planes = 1 if begins_at == 0 else 4 if group.h["amsgrad"] else 3
-            return np.concatenate([plane[chunk.begin:chunk.end] for plane in group.planes[:planes]])
+            planes = group.planes[:1] if begins_at == 0 else group.planes
+            return np.concatenate([plane[chunk.begin:chunk.end] for plane in planes])
 
         for rank in self.ranks:
             rank.upload(first, begins_at, [counts.get(p.name, 0) for p in self.job.parameters])
@@ -171,9 +196,10 @@ class Game:
     def go_on_from(self, step):
         """What another optimizer has made in so many steps."""
         for group in self.groups:
-            group.planes[1] = self.padded(group, lambda p, size: random_values(self.random, size, 0.1))
-            for plane in (2, 3):
-                group.planes[plane] = self.padded(group, lambda p, size: random_values(self.random, size, 0.1) ** 2)
+            for plane, name in enumerate(group.names[1:], 1):
+                power = 2 if name in SQUARES else 1
+                group.planes[plane] = self.padded(
+                    group, lambda p, size, power=power: random_values(self.random, size, 0.1) ** power)
             group.counts = {name: int(self.random.integers(step + 1)) for name in group.counts}
         SEEN["moments"] += 1
 
@@ -345,11 +371,11 @@ class Game:
         for group in self.groups:
             for p in group.parameters:
                 at = slice(p.offset, p.offset + math.prod(p.shape))
-                for plane in range(4 if group.h["amsgrad"] else 3):
-                    request = state_pb.ReadStateRequest(name=p.name, plane=state_pb.Plane.Value(PLANES[plane]))
+                for name, plane in zip(group.names, group.planes):
+                    request = state_pb.ReadStateRequest(name=p.name, plane=state_pb.Plane.Value(name))
                     data = b"".join(part.data for part in self.state.ReadState(request, timeout=30))
-                    same = np.array_equal(np.frombuffer(data, "<u4"), bits(group.planes[plane][at]))
-                    expect(same, f"{PLANES[plane]} of {p.name} differs")
+                    same = np.array_equal(np.frombuffer(data, "<u4"), bits(plane[at]))
+                    expect(same, f"{name} of {p.name} differs")
         for rank in self.ranks:
             for index, chunk in enumerate(rank.chunks):
                 group = self.groups[chunk.group]
@@ -389,7 +415,7 @@ def main(ballastd, proto, jobs=200, seed=1):
                         raise
         finally:
             service.stop(signal.SIGTERM)
-    absent = [what for what, count in SEEN.items() if count == 0]
+    absent = [what for what in {*SEEN, *jobs_pb.Rule.keys()[1:]} if SEEN[what] == 0]
     expect(jobs < 100 or not absent, f"no job had {absent}")
     print(f"{jobs} jobs, every bit as in the model: {dict(SEEN)}")
 
