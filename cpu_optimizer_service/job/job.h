@@ -152,10 +152,11 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder,
                                                      FirstState state) = 0;
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. With moments as
-  // many values of each further plane of the group follow (PlanesOf). Padding must be zero. The job is ready when every chunk has arrived; then it returns true. ABORTED: an
-  // uploader is given that does not have the chunk's rank any more. FAILED_PRECONDITION: another
-  // rank has begun with another state since. If another process or session takes a rank, its
-  // weights are dropped; if the generation rises, all ranks' are.
+  // many values of each further plane of the group follow (PlanesOf). Padding must be zero. The job
+  // is ready when every chunk has arrived; then it returns true. ABORTED: an uploader is given that
+  // does not have the chunk's rank any more. FAILED_PRECONDITION: another rank has begun with another
+  // state since. If another process or session takes a rank, its weights are dropped; if the
+  // generation rises, all ranks' are.
   virtual absl::StatusOr<bool> WriteInitialWeights(
       int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
       const std::optional<Uploader>& uploader = std::nullopt) = 0;

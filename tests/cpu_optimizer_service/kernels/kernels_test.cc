@@ -228,6 +228,7 @@ std::vector<HyperParameters> EveryOption() {
   }
   for (const RuleRow& row : Rules().subspan(1)) {
     for (const int flags : {0, 1, 2, 3, 4, 5}) {
+      if (row.defaults.rule != Rule::kSgd && flags % 2 == 0) continue;  // They have fewer options.
       HyperParameters values = row.defaults;
       values.lr = flags == 5 ? 3 : 0.01;  // Above 1 no product may be left out.
       values.weight_decay = flags % 2 == 0 ? 0 : 0.1;
@@ -235,7 +236,7 @@ std::vector<HyperParameters> EveryOption() {
       values.dampening = flags == 2 ? 0.25 : 0;
       values.nesterov = flags > 3;
       values.lr_decay = flags == 3 ? 0.1 : 0;
-      values.maximize = flags == 4;
+      values.maximize = flags >= 4;
       all.push_back(values);
     }
   }
