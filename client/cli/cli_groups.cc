@@ -1,5 +1,6 @@
 // groups, set-group.
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "client/calls/service.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_history.h"
@@ -23,19 +24,21 @@ absl::StatusOr<Action> PrepareGroups(const Arguments& arguments) {
 
 absl::StatusOr<HyperParameterOverrides> ChangesOf(const Arguments& arguments) {
   HyperParameterOverrides changes;
-  BALLAST_ASSIGN_OR_RETURN(changes.lr, arguments.Number("lr"));
-  BALLAST_ASSIGN_OR_RETURN(changes.beta1, arguments.Number("beta1"));
-  BALLAST_ASSIGN_OR_RETURN(changes.beta2, arguments.Number("beta2"));
-  BALLAST_ASSIGN_OR_RETURN(changes.eps, arguments.Number("eps"));
-  BALLAST_ASSIGN_OR_RETURN(changes.weight_decay, arguments.Number("weight-decay"));
-  BALLAST_ASSIGN_OR_RETURN(changes.decoupled_weight_decay,
-                           arguments.Bool("decoupled-weight-decay"));
-  BALLAST_ASSIGN_OR_RETURN(changes.bias_correction, arguments.Bool("bias-correction"));
-  BALLAST_ASSIGN_OR_RETURN(changes.momentum, arguments.Number("momentum"));
-  BALLAST_ASSIGN_OR_RETURN(changes.dampening, arguments.Number("dampening"));
-  BALLAST_ASSIGN_OR_RETURN(changes.nesterov, arguments.Bool("nesterov"));
-  BALLAST_ASSIGN_OR_RETURN(changes.lr_decay, arguments.Number("lr-decay"));
-  BALLAST_ASSIGN_OR_RETURN(changes.maximize, arguments.Bool("maximize"));
+  absl::Status status;
+  ForEachHyperParameter(
+      [&]<typename T>(const char* name, std::optional<T>& change) {
+        const std::string flag = absl::StrReplaceAll(name, {{"_", "-"}});
+        absl::StatusOr<std::optional<T>> given;
+        if constexpr (std::is_same_v<T, bool>) {
+          given = arguments.Bool(flag);
+        } else {
+          given = arguments.Number(flag);
+        }
+        status.Update(given.status());
+        if (given.ok()) change = *given;
+      },
+      changes);
+  BALLAST_RETURN_IF_ERROR(status);
   if (changes == HyperParameterOverrides()) {
     return absl::InvalidArgumentError("nothing to change: give at least one of --lr, --beta1, ...");
   }

@@ -20,7 +20,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 //   P(g * multiplier)       without L2 decay: what 2^-126 becomes times 1 - beta1 <= 1, P makes
 //                           zero, and as 1 - beta2 is zero or normal, so it does below
 //   P(one_minus_beta2 * g)  2^-126 or less means |g| <= 1, so the product with g is 2^-126 or less
-//   P(m / d)                what 2^-126 becomes times a step size of at most 1, P makes zero
+//   P(m / d)                see StepByQuotient
 template <WeightDecay kDecay, bool kAmsgrad>
 struct AdamKernel {
   static constexpr size_t kPlanes = kAmsgrad ? 4 : 3;
@@ -57,9 +57,7 @@ struct AdamKernel {
     }
     const FloatVec denominator = hn::Add(
         hn::Mul(hn::Sqrt(used_v), hn::Set(d, s.inverse_sqrt_bias_correction2)), hn::Set(d, s.eps));
-    FloatVec quotient = hn::Div(m, denominator);
-    if (kCareful && s.step_size > 1) quotient = P(quotient);
-    planes[0] = AddProduct<kCareful>(w, hn::Mul(hn::Set(d, -s.step_size), quotient), large);
+    planes[0] = StepByQuotient<kCareful>(w, s.step_size, m, denominator, large);
   }
 };
 

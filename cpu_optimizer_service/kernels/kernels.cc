@@ -44,18 +44,6 @@ const std::vector<int64_t>& MachineTargets() {
 
 }  // namespace
 
-void UpdateAdam(const AdamRun& run, RedoWriter* redo) {
-  const RuleRun arrays = {
-      .elements = run.elements,
-      .gradient = run.gradient,
-      .gradient_dtype = run.gradient_dtype,
-      .from = {run.master, run.exp_avg, run.exp_avg_sq, run.max_exp_avg_sq},
-      .to = {run.new_master, run.new_exp_avg, run.new_exp_avg_sq, run.new_max_exp_avg_sq},
-      .shard = run.shard,
-      .shard_dtype = run.shard_dtype};
-  UpdateAdam(arrays, run.scalars, redo);
-}
-
 void UpdateAdam(const RuleRun& run, const AdamScalars& scalars, RedoWriter* redo) {
   // Flushing cannot show in a result (common/rules/arithmetic.h), and spares the hardware's slow path
   // for denormals.

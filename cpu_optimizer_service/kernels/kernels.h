@@ -19,12 +19,11 @@
 
 namespace ballast {
 
-// UpdateAdamReference, vectorised. With `redo`, of an update in place, each turn is recorded before
-// its first store to the planes.
-void UpdateAdam(const AdamRun& run, RedoWriter* redo = nullptr);
-void UpdateAdam(const RuleRun& run, const AdamScalars& scalars, RedoWriter* redo);
-// The same of UpdateReference, for any rule.
+// UpdateReference, vectorised. With `redo`, of an update in place, each turn is recorded before its
+// first store to the planes.
 void UpdateByRule(const RuleRun& run, RedoWriter* redo = nullptr);
+// The same for Adam, with scalars instead of run.values.
+void UpdateAdam(const RuleRun& run, const AdamScalars& scalars, RedoWriter* redo = nullptr);
 
 // sums[b] = BlockSumOfSquaresReference of block b of `gradient`; sums.size() blocks.
 void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums);

@@ -83,8 +83,6 @@ struct AdagradKernel {
   using Scalars = AdagradScalars;
   static bool IsCareful(const AdagradScalars& s) { return s.step_size > 1; }
 
-  // P(g / d) is left out unless the step size is above 1: what 2^-126 becomes times at most 1, P
-  // makes zero.
   template <bool kCareful>
   static HWY_INLINE void Compute(const AdagradScalars& s, FloatVec gradient,
                                  FloatVec (&planes)[kPlanes], LargeMask& large) {
@@ -92,9 +90,8 @@ struct AdagradKernel {
     const FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
                                             hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
     planes[1] = AddProduct<kCareful>(planes[1], hn::Mul(g, g), large);
-    FloatVec quotient = hn::Div(g, hn::Add(hn::Sqrt(planes[1]), hn::Set(d, s.eps)));
-    if (kCareful && s.step_size > 1) quotient = P(quotient);
-    planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.step_size), quotient), large);
+    const FloatVec denominator = hn::Add(hn::Sqrt(planes[1]), hn::Set(d, s.eps));
+    planes[0] = StepByQuotient<kCareful>(planes[0], s.step_size, g, denominator, large);
   }
 };
 

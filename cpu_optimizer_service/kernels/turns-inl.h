@@ -95,6 +95,17 @@ HWY_INLINE FloatVec PIf(FloatVec x) {
   return kCareful ? P(x) : x;
 }
 
+// Z(w - P(step_size * P(numerator / denominator))). The inner P is left out unless the step size is
+// above 1: what 2^-126 becomes times at most 1, the outer P makes zero. A kernel that calls this
+// is careful for larger steps (IsCareful).
+template <bool kCareful>
+HWY_INLINE FloatVec StepByQuotient(FloatVec w, float step_size, FloatVec numerator,
+                                   FloatVec denominator, LargeMask& large) {
+  FloatVec quotient = hn::Div(numerator, denominator);
+  if (kCareful && step_size > 1) quotient = P(quotient);
+  return AddProduct<kCareful>(w, hn::Mul(hn::Set(FloatTag(), -step_size), quotient), large);
+}
+
 static_assert(kMaxPlanes * kUpdateTurnElements <= kSumTurnElements, "a turn's record holds all");
 
 // The values of a kernel's planes for one vector.

@@ -297,30 +297,27 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
 }
 
 // The groups have rules that this service knows. A rule of a newer one is no damage, as a newer
-// format is none.
+// format is none. Throws json::exception where a field is absent or of another type.
 absl::Status CheckRules(const json& index, const std::string& path) {
-  try {
-    std::set<std::string> names;
-    for (const json& group : index.at("groups")) {
-      const std::string rule = RuleIn(group.at("hyper_parameters"));
-      if (!FindRule(rule).has_value()) {
-        return absl::FailedPreconditionError(absl::StrCat(path, " has a group with the rule ", rule,
-                                                          ", but this service knows ", RuleNames(),
-                                                          "; load it with a newer ballastd"));
-      }
-      names.insert(group.at("name").get<std::string>());
-    }
-    bool whole = names.size() == index.at("groups").size();
-    for (const json& parameter : index.at("parameters")) {
-      whole = whole && names.contains(parameter.at("group").get<std::string>());
-    }
-    if (whole) return absl::OkStatus();
-  } catch (const json::exception&) {
-    return absl::DataLossError(
-        absl::StrCat(path, " is damaged: a field is absent or of another kind"));
+  for (const json& group : index.at("groups")) {
+    const std::string rule = RuleIn(group.at("hyper_parameters"));
+    if (FindRule(rule).has_value()) continue;
+    return absl::FailedPreconditionError(absl::StrCat(path, " has a group with the rule ", rule,
+                                                      ", but this service knows ", RuleNames(),
+                                                      "; load it with a newer ballastd"));
   }
-  return absl::DataLossError(
-      absl::StrCat(path, " is damaged: it lists a group twice, or not the group of a parameter"));
+  return absl::OkStatus();
+}
+
+// Each group is there once, and so is that of each parameter.
+bool GroupsAreSane(const CheckpointIndex& index) {
+  std::set<absl::string_view> names;
+  for (const CheckpointIndex::Group& group : index.groups) {
+    if (!names.insert(group.name).second) return false;
+  }
+  return std::ranges::all_of(index.parameters, [&](const CheckpointIndex::Parameter& parameter) {
+    return names.contains(parameter.group);
+  });
 }
 
 }  // namespace
@@ -423,10 +420,10 @@ absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::st
     return absl::DataLossError(
         absl::StrCat(path, " does not match its own checksum; use another checkpoint"));
   }
-  BALLAST_RETURN_IF_ERROR(CheckRules(parsed, path));
   CheckpointIndex index;
   // Fields are taken without a look at each: json throws where one is absent or of another type.
   try {
+    BALLAST_RETURN_IF_ERROR(CheckRules(parsed, path));
     index = IndexFromJson(parsed);
     if (!LastStepIsSane(index) || !TrainerStateIsSane(parsed.value("trainer_state", ""))) {
       return absl::DataLossError(
@@ -438,6 +435,10 @@ absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::st
   }
   if (!CountsAreSane(index)) {
     return absl::DataLossError(absl::StrCat(path, " is damaged: a count is negative or absurd"));
+  }
+  if (!GroupsAreSane(index)) {
+    return absl::DataLossError(
+        absl::StrCat(path, " is damaged: it lists a group twice, or not the group of a parameter"));
   }
   // A load makes these the job's, so they must be such as a new job may have.
   for (const CheckpointIndex::Group& group : index.groups) {

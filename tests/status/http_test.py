@@ -88,7 +88,7 @@ class Plans(unittest.TestCase):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write('{"nonsense": 1}')
             file.flush()
-            for words, why in ((["nonsense"], "neither a size such as 7B:bf16 nor a file"), (["7B:int8"], "no rule"),
+            for words, why in ((["nonsense"], "neither a size such as 7B:bf16 nor a file"), (["7B:int8"], "none of bf16, fp16, fp32"),
                                (["7B", "--memory=lots"], "such as 20GiB"), (["7B", "--memory=128"], "with its unit"), (["7B", "--world-size=0"], "whole number from 1"),
                                (["7B", "--members=0"], "number from 1"), (["7B", "--members=a:1,a:1"], "twice"),
                                (["7B", "--members=2", "--memory=1GiB,1GiB,1GiB"], "one for each"), (["7B", "--members=3", "--world-size=2"], "name at most 2"),

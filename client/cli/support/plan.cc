@@ -56,7 +56,7 @@ absl::StatusOr<DType> ParseDType(absl::string_view text) {
     if (text == Name(dtype)) return dtype;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("'", text, "' is none of bf16, fp16 and fp32, and no rule: ", RuleNames()));
+      absl::StrCat("'", text, "' is none of bf16, fp16, fp32, ", RuleNames()));
 }
 
 // nullopt: `text` is no size.

@@ -35,7 +35,7 @@ RULES = {
 
 
 def rule_named(name: object) -> Rule:
-    """ValueError for a name that is none of RULES."""
+    """ValueError for an unknown name."""
     if name not in RULES:
         raise ValueError(f"rule is {name!r}; expected one of {', '.join(RULES)}")
     return RULES[name]

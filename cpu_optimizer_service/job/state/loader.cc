@@ -69,24 +69,23 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint) const {
 
 absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
   const Chunk& chunk = core_.layout.chunks()[index];
-  const GroupSpec& group = core_.spec().groups[chunk.group];
+  const HyperParameters& values = core_.spec().groups[chunk.group].hyper_parameters;
   BALLAST_ASSIGN_OR_RETURN(const ChunkStore::Write write,
                            memory_.store->BeginWrite(index, Destination::kInPlaceIfFree));
   absl::Status status;
-  for (int plane = 0; plane < kPlaneKinds; ++plane) {
-    float* const to = write.to.planes[plane];
-    if (to == nullptr) continue;
+  for (const Plane plane : PlanesOf(values)) {
+    float* const to = write.to[plane];
     // Padding belongs to no piece and must be zero.
     std::fill_n(to, chunk.elements, 0.0f);
     for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
       if (!status.ok()) break;
-      const auto values = absl::MakeSpan(to + piece.chunk_offset, piece.elements);
-      if (!checkpoint.has(static_cast<Plane>(plane))) {  // Of weights alone.
-        std::ranges::fill(values, InitialValue(group.hyper_parameters, static_cast<Plane>(plane)));
+      const auto elements = absl::MakeSpan(to + piece.chunk_offset, piece.elements);
+      if (!checkpoint.has(plane)) {  // Of weights alone.
+        std::ranges::fill(elements, InitialValue(values, plane));
         continue;
       }
-      status = checkpoint.Read(core_.spec().layout.parameters[piece.parameter].name,
-                               static_cast<Plane>(plane), piece.parameter_offset, values);
+      status = checkpoint.Read(core_.spec().layout.parameters[piece.parameter].name, plane,
+                               piece.parameter_offset, elements);
     }
   }
   // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load

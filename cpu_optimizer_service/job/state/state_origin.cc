@@ -280,19 +280,18 @@ absl::Status StateOrigin::InheritChunk(int index, const ReadPlane& read) {
   const Slot& slot = memory_.store->Published(index);
   for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
     if (!inherited_[piece.parameter]) continue;
-    for (int plane = 0; plane < kPlaneKinds; ++plane) {
-      if (slot.planes[plane] == nullptr) continue;
+    const ParameterSpec& parameter = core_.spec().layout.parameters[piece.parameter];
+    for (const Plane plane : PlanesOf(core_.spec().groups[parameter.group].hyper_parameters)) {
       BALLAST_RETURN_IF_ERROR(
-          read(core_.spec().layout.parameters[piece.parameter].name, static_cast<Plane>(plane),
-               piece.parameter_offset,
-               absl::MakeSpan(slot.planes[plane] + piece.chunk_offset, piece.elements)));
+          read(parameter.name, plane, piece.parameter_offset,
+               absl::MakeSpan(slot[plane] + piece.chunk_offset, piece.elements)));
     }
   }
   return absl::OkStatus();
 }
 
 void StateOrigin::WriteFirst(int index, Plane plane, absl::Span<const float> values) {
-  float* const to = memory_.store->Published(index).planes[static_cast<int>(plane)];
+  float* const to = memory_.store->Published(index)[plane];
   if (inherited_.empty()) {
     std::copy(values.begin(), values.end(), to);
     return;

@@ -205,7 +205,7 @@ void ExpectKernelEqualsReference(const UpdateCase& c, const AdamScalars& scalars
   Planes expected(c, seed, special_every);
   Planes actual(c, seed, special_every);
   UpdateAdamReference(expected.Run(c, scalars));
-  UpdateAdam(actual.Run(c, scalars));
+  UpdateAdam(actual.Run(c), scalars);
   ExpectSame(c, actual, expected);
 }
 
@@ -576,7 +576,7 @@ TEST_P(KernelTest, UpdateEqualsTheReferenceWhereTinyOperandsMeetLargerOnes) {
     Planes actual(c, seed);
     NearlyTiny(seed).Fill(actual.gradient, actual.old_state);
     UpdateAdamReference(expected.Run(c, scalars));
-    UpdateAdam(actual.Run(c, scalars));
+    UpdateAdam(actual.Run(c), scalars);
     for (size_t plane = 0; plane < 4; ++plane) {
       ASSERT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane << " " << seed;
     }
@@ -642,13 +642,13 @@ TEST_P(KernelTest, UpdateDoesNotSeeTheCallersRoundingMode) {
   const AdamScalars scalars = MakeAdamScalars(c.values, 3, 1);
   Planes expected(c, 1);
   Planes actual(c, 1);
-  UpdateAdam(expected.Run(c, scalars));
+  UpdateAdam(expected.Run(c), scalars);
   {
     const ScopedFloatingPointMode restore_afterwards(Denormals::kKeep);
 #if defined(__x86_64__)
     _mm_setcsr(0x1f80u | 0x6000u);  // Towards zero.
 #endif
-    UpdateAdam(actual.Run(c, scalars));
+    UpdateAdam(actual.Run(c), scalars);
   }
   for (size_t plane = 0; plane < 3; ++plane) {
     EXPECT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane;

@@ -1,4 +1,4 @@
-"""Holds UpdateAdam on every instruction set to the NumPy model, bit for bit (NaN as NaN).
+"""Holds UpdateByRule on every instruction set to the NumPy model, bit for bit (NaN as NaN).
 
     /usr/bin/python3 numpy_adam_test.py path/to/run_adam    (Debian: python3-numpy)
 """

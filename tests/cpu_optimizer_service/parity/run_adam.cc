@@ -1,4 +1,4 @@
-// UpdateAdam for numpy_adam_test.py. Without arguments: names the instruction sets, one a line.
+// UpdateByRule for numpy_adam_test.py. Without arguments: names the instruction sets, one a line.
 // With one of them: reads updates from standard input until it ends and writes their results to
 // standard output.
 //
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/dtype.h"
-#include "cpu_optimizer_service/common/rules/adam.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -57,20 +57,17 @@ bool RunOne(const Header& header) {
                                   .amsgrad = header.amsgrad != 0,
                                   .maximize = header.maximize != 0};
   float* const max_exp_avg_sq = values.amsgrad ? largest.data() : nullptr;
-  UpdateAdam({.elements = header.elements,
-              .gradient = gradient.data(),
-              .gradient_dtype = gradient_dtype,
-              .master = master.data(),
-              .exp_avg = exp_avg.data(),
-              .exp_avg_sq = exp_avg_sq.data(),
-              .max_exp_avg_sq = max_exp_avg_sq,
-              .new_master = master.data(),
-              .new_exp_avg = exp_avg.data(),
-              .new_exp_avg_sq = exp_avg_sq.data(),
-              .new_max_exp_avg_sq = max_exp_avg_sq,
-              .shard = shard.data(),
-              .shard_dtype = shard_dtype,
-              .scalars = MakeAdamScalars(values, header.update_count, header.multiplier)});
+  RuleRun run = {.elements = header.elements,
+                 .gradient = gradient.data(),
+                 .gradient_dtype = gradient_dtype,
+                 .from = {master.data(), exp_avg.data(), exp_avg_sq.data(), max_exp_avg_sq},
+                 .shard = shard.data(),
+                 .shard_dtype = shard_dtype,
+                 .values = &values,
+                 .update_count = header.update_count,
+                 .multiplier = header.multiplier};
+  run.to = {master.data(), exp_avg.data(), exp_avg_sq.data(), max_exp_avg_sq};
+  UpdateByRule(run);
   Write(master);
   Write(exp_avg);
   Write(exp_avg_sq);
