@@ -192,15 +192,13 @@ absl::Status WritePortFile(const std::string& path, const std::vector<std::strin
 
 // Returns the exit code.
 int PrintSelfBenchmark(const BallastdFlags& flags) {
-  ballast::SelfBenchmarkOptions options{.threads = flags.threads};
+  // Enough for several rounds of all rules.
+  ballast::SelfBenchmarkOptions options{.threads = flags.threads, .seconds = 12};
   options.memory_bytes = std::min(options.memory_bytes, flags.memory_limit_bytes);
   options.rules.clear();
-  for (const ballast::RuleRow& row : ballast::Rules()) {
-    options.rules.push_back(row.defaults);
-    if (row.defaults.rule != ballast::Rule::kSgd) continue;
-    options.rules.push_back(row.defaults);
-    options.rules.back().momentum = 0.9;
-  }
+  for (const ballast::RuleRow& row : ballast::Rules()) options.rules.push_back(row.defaults);
+  options.rules.push_back(ballast::DefaultsOf(ballast::Rule::kSgd));
+  options.rules.back().momentum = 0.9;
   const auto result = ballast::RunSelfBenchmark(options);
   if (!result.ok()) return Fail(result.status(), 1);
   std::fputs(ballast::ToTable(*result).c_str(), stdout);
