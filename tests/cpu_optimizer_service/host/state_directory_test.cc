@@ -217,7 +217,7 @@ TEST_F(StateDirectoryTest, IsRefusedWhereItsSuperblockIsNotAsItWas) {
   write_whole(newer);
   EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kFailedPrecondition));
   std::string other_boot = bytes;
-  other_boot[24] ^= 1;
+  other_boot[24] = other_boot[24] == '0' ? '1' : '0';  // Still a digit of it.
   write_whole(other_boot);
   EXPECT_TRUE(Refused(RefusalOf(path_), absl::StatusCode::kFailedPrecondition));
   Write(superblock_, bytes.substr(0, 50));
