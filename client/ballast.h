@@ -42,7 +42,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 10
+#define BALLAST_API_VERSION 11
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -103,7 +103,7 @@ typedef enum ballast_plane {
   BALLAST_EXP_AVG = 2,
   BALLAST_EXP_AVG_SQ = 3,
   BALLAST_MAX_EXP_AVG_SQ = 4,  /* With amsgrad. */
-  BALLAST_MOMENTUM_BUFFER = 5, /* SGD with momentum. */
+  BALLAST_MOMENTUM_BUFFER = 5, /* SGD with momentum, Muon. */
   BALLAST_SUM = 6              /* Adagrad. */
 } ballast_plane;
 
@@ -113,7 +113,8 @@ typedef enum ballast_rule {
   BALLAST_SGD = 1,
   BALLAST_LION = 2,
   BALLAST_ADAGRAD = 3,
-  BALLAST_SIGN_SGD = 4
+  BALLAST_SIGN_SGD = 4,
+  BALLAST_MUON = 5 /* For matrices. */
 } ballast_rule;
 
 /* A param group's, named as in torch.optim. A rule reads its own fields; others may hold anything. */
@@ -122,33 +123,44 @@ typedef struct ballast_hyper_parameters {
   double lr;
   double beta1;                     /* Adam, Lion */
   double beta2;                     /* Adam, Lion */
-  double eps;                       /* Adam, Adagrad */
-  double weight_decay;              /* Decoupled for Lion and SignSGD, L2 for SGD and Adagrad. */
+  double eps;                       /* Adam, Adagrad, Muon */
+  double weight_decay;              /* L2 for SGD and Adagrad; else decoupled. */
   int32_t decoupled_weight_decay;   /* Adam. 1: AdamW. 0: weight_decay is L2 regularisation. */
   int32_t bias_correction;          /* Adam */
   int32_t amsgrad;                  /* Adam; fixed when the job is created. */
-  double momentum;                  /* SGD; does not change between 0 and another value. */
+  double momentum;                  /* SGD, Muon. SGD's stays 0, or stays above 0. */
   double dampening;                 /* SGD */
-  int32_t nesterov;                 /* SGD */
+  int32_t nesterov;                 /* SGD, Muon */
   double lr_decay;                  /* Adagrad */
   double initial_accumulator_value; /* Adagrad; fixed when the job is created. */
-  int32_t maximize;
+  int32_t maximize;                 /* Not Muon. */
+  int32_t ns_steps;                 /* Muon: of Newton-Schulz, 0 to 99. The next are its coefficients. */
+  double ns_a;
+  double ns_b;
+  double ns_c;
+  /* Muon: the factor of lr. 1: 0.2 * sqrt(max(rows, columns)). 0: sqrt(max(1, rows / columns)). */
+  int32_t match_rms_adamw;
 } ballast_hyper_parameters;
 
 /* Each rule's defaults, those of torch.optim where it has the rule:
  *   ballast_hyper_parameters h = BALLAST_ADAMW_DEFAULTS;    then h.lr = 3e-4; */
 #define BALLAST_ADAMW_DEFAULTS \
-  { BALLAST_ADAM, 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 1, 0, 0, 0, 0, 0, 0, 0 }
+  { BALLAST_ADAM, 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define BALLAST_ADAM_DEFAULTS \
-  { BALLAST_ADAM, 1e-3, 0.9, 0.999, 1e-8, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0 }
+  { BALLAST_ADAM, 1e-3, 0.9, 0.999, 1e-8, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define BALLAST_SGD_DEFAULTS \
-  { BALLAST_SGD, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { BALLAST_SGD, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define BALLAST_LION_DEFAULTS \
-  { BALLAST_LION, 1e-4, 0.9, 0.99, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { BALLAST_LION, 1e-4, 0.9, 0.99, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define BALLAST_ADAGRAD_DEFAULTS \
-  { BALLAST_ADAGRAD, 1e-2, 0, 0, 1e-10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { BALLAST_ADAGRAD, 1e-2, 0, 0, 1e-10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define BALLAST_SIGN_SGD_DEFAULTS \
-  { BALLAST_SIGN_SGD, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { BALLAST_SIGN_SGD, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define BALLAST_MUON_DEFAULTS                                                                     \
+  {                                                                                               \
+    BALLAST_MUON, 1e-3, 0, 0, 1e-7, 0.1, 0, 0, 0, 0.95, 0, 1, 0, 0, 0, 5, 3.4445, -4.775, 2.0315, \
+        0                                                                                         \
+  }
 
 typedef struct ballast_group {
   size_t size;

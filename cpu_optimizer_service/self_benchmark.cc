@@ -44,6 +44,11 @@ double Median(std::vector<double> values) {
   return *middle;
 }
 
+// Of a rule of two rounds each one moves a plane; the first is measured.
+size_t PlanesMoved(const HyperParameters& values) {
+  return RowOf(values.rule).rounds > 1 ? 1 : PlanesOf(values).size();
+}
+
 // The arrays of an update of whole chunks.
 class Arrays {
  public:
@@ -87,7 +92,7 @@ class Arrays {
     return traffic;
   }
   RuleRun Run(int64_t chunk, const HyperParameters& values) const {
-    const UpdateTraffic at = Traffic(chunk, PlanesOf(values).size());
+    const UpdateTraffic at = Traffic(chunk, PlanesMoved(values));
     RuleRun run = {.elements = at.elements,
                    .gradient = at.gradient,
                    .gradient_dtype = DType::kBFloat16,
@@ -98,6 +103,10 @@ class Arrays {
                    // Any but the first will do: the work is the same.
                    .update_count = 10};
     std::ranges::copy(at.planes, run.from.begin());
+    if (RowOf(values.rule).rounds > 1) {
+      run.from[1] = run.from[0];
+      run.to[1] = run.to[0];
+    }
     return run;
   }
 
@@ -121,7 +130,7 @@ struct Times {
 
 void MeasureRound(const Arrays& arrays, const HyperParameters& values, int prefetch_ahead,
                   ForChunks for_chunks, Times& times) {
-  const size_t planes = PlanesOf(values).size();
+  const size_t planes = PlanesMoved(values);
   // The two are measured one after the other in every round. What slows the host for a while slows
   // both, and hardly shows in their ratio.
   times.roofline.push_back(Seconds([&] {
@@ -161,8 +170,9 @@ KernelSpeed SpeedOf(const HyperParameters& values, int threads, int64_t elements
     fractions.push_back(times.roofline[round] / times.kernel[round]);
   }
   const auto count = static_cast<double>(elements);
-  return {.optimizer = absl::StrCat(TitleOf(values), values.momentum > 0 ? " momentum" : ""),
-          .planes = static_cast<int>(PlanesOf(values).size()),
+  const bool has_momentum = values.rule == Rule::kSgd && values.momentum > 0;
+  return {.optimizer = absl::StrCat(TitleOf(values), has_momentum ? " momentum" : ""),
+          .planes = static_cast<int>(PlanesMoved(values)),
           .threads = threads,
           .roofline_elements_per_second = count / Median(times.roofline),
           .kernel_elements_per_second = count / Median(times.kernel),

@@ -30,6 +30,7 @@ static_assert(v1::SKIP_STEP == static_cast<int>(OnAbort::kSkip) + 1);
 static_assert(v1::SPECULATE == static_cast<int>(UpdateMode::kSpeculate) + 1);
 static_assert(v1::SUM == static_cast<int>(Plane::kSum) + 1);
 static_assert(v1::SIGN_SGD == static_cast<int>(Rule::kSignSgd) + 1);
+static_assert(v1::MUON == static_cast<int>(Rule::kMuon) + 1);
 static_assert(v1::LOADING_CHECKPOINT == static_cast<int>(ActivityKind::kLoadingCheckpoint) + 1);
 
 // By number; nullopt: it has no name here, such as one of a later client, or is 0.
@@ -301,6 +302,9 @@ const google::protobuf::FieldDescriptor* FieldOf(const v1::HyperParameters& valu
 void Set(v1::HyperParameters& out, const char* name, double value) {
   out.GetReflection()->SetDouble(&out, FieldOf(out, name), value);
 }
+void Set(v1::HyperParameters& out, const char* name, int32_t value) {
+  out.GetReflection()->SetInt32(&out, FieldOf(out, name), value);
+}
 void Set(v1::HyperParameters& out, const char* name, bool value) {
   out.GetReflection()->SetBool(&out, FieldOf(out, name), value);
 }
@@ -311,6 +315,9 @@ void Set(v1::HyperParameters& out, const char* name, const std::optional<T>& val
 
 void Get(const v1::HyperParameters& from, const char* name, double& value) {
   value = from.GetReflection()->GetDouble(from, FieldOf(from, name));
+}
+void Get(const v1::HyperParameters& from, const char* name, int32_t& value) {
+  value = from.GetReflection()->GetInt32(from, FieldOf(from, name));
 }
 void Get(const v1::HyperParameters& from, const char* name, bool& value) {
   value = from.GetReflection()->GetBool(from, FieldOf(from, name));

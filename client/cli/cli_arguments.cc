@@ -55,6 +55,16 @@ absl::StatusOr<std::optional<double>> Arguments::Number(const std::string& flag)
   return value;
 }
 
+absl::StatusOr<std::optional<int32_t>> Arguments::Integer(const std::string& flag) const {
+  if (!Has(flag)) return std::nullopt;
+  int32_t value = 0;
+  if (!absl::SimpleAtoi(flags_.at(flag), &value)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, " is '", flags_.at(flag), "', expected a whole number"));
+  }
+  return value;
+}
+
 absl::StatusOr<std::optional<bool>> Arguments::Bool(const std::string& flag) const {
   if (!Has(flag)) return std::nullopt;
   bool value = false;

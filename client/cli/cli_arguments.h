@@ -37,6 +37,7 @@ class Arguments {
   // INVALID_ARGUMENT if the value is not a number, or not true or false. nullopt if the flag is not
   // given.
   absl::StatusOr<std::optional<double>> Number(const std::string& flag) const;
+  absl::StatusOr<std::optional<int32_t>> Integer(const std::string& flag) const;
   absl::StatusOr<std::optional<bool>> Bool(const std::string& flag) const;
 
  private:

@@ -31,6 +31,8 @@ absl::StatusOr<HyperParameterOverrides> ChangesOf(const Arguments& arguments) {
         absl::StatusOr<std::optional<T>> given;
         if constexpr (std::is_same_v<T, bool>) {
           given = arguments.Bool(flag);
+        } else if constexpr (std::is_same_v<T, int32_t>) {
+          given = arguments.Integer(flag);
         } else {
           given = arguments.Number(flag);
         }
@@ -83,14 +85,21 @@ Command SetGroupCommand() {
                    .flags = {{"lr", "NUMBER", "learning rate"},
                              {"beta1", "NUMBER", "Adam, Lion: decay of exp_avg"},
                              {"beta2", "NUMBER", "Adam: decay of exp_avg_sq; Lion: of exp_avg"},
-                             {"eps", "NUMBER", "Adam, Adagrad: added to the denominator"},
+                             {"eps", "NUMBER",
+                              "Adam, Adagrad: added to the denominator; Muon: the least norm"},
                              {"weight-decay", "NUMBER", "weight decay"},
                              {"decoupled-weight-decay", "BOOL", "true: AdamW; false: L2 (Adam)"},
                              {"bias-correction", "BOOL", "Adam: true or false"},
-                             {"momentum", "NUMBER", "SGD: decay of momentum_buffer"},
+                             {"momentum", "NUMBER", "SGD, Muon: decay of momentum_buffer"},
                              {"dampening", "NUMBER", "SGD: for momentum"},
-                             {"nesterov", "BOOL", "SGD: true or false"},
+                             {"nesterov", "BOOL", "SGD, Muon: true or false"},
                              {"lr-decay", "NUMBER", "Adagrad: decay of lr"},
+                             {"ns-steps", "N", "Muon: steps of Newton-Schulz"},
+                             {"ns-a", "NUMBER", "Muon: its coefficients"},
+                             {"ns-b", "NUMBER", "Muon: its coefficients"},
+                             {"ns-c", "NUMBER", "Muon: its coefficients"},
+                             {"match-rms-adamw", "BOOL",
+                              "Muon: true: lr for updates as large as AdamW's"},
                              {"maximize", "BOOL", "true or false"}}},
           .prepare = PrepareSetGroup};
 }

@@ -56,6 +56,9 @@ namespace {
 void AddText(std::vector<std::string>& words, absl::string_view name, double value) {
   words.push_back(absl::StrCat(name, "=", FormatExactly(value)));
 }
+void AddText(std::vector<std::string>& words, absl::string_view name, int32_t value) {
+  words.push_back(absl::StrCat(name, "=", value));
+}
 void AddText(std::vector<std::string>& words, absl::string_view name, bool value) {
   // The optimizer's name says it.
   if (name == "decoupled_weight_decay") return;

@@ -318,6 +318,9 @@ std::string StepsText(const v1::Job& job) {
       absl::StrAppend(&skips, "step ", step.step(), " was skipped: ", Printable(step.skip_reason()),
                       "\n");
     }
+    if (!step.left().empty()) {
+      absl::StrAppend(&skips, "step ", step.step(), ": ", Printable(step.left()), "\n");
+    }
   }
   const std::string older =
       first == 0 ? "" : absl::StrCat("the last ", kDecisionsShown, " decisions; --json has more\n");

@@ -210,6 +210,10 @@ absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
                                             sink_.missing_chunks(),
                                             " chunks of weights have not arrived"));
   }
+  // Once for all ranks.
+  if (!committed.left().empty() && options_.rank == 0) {
+    Log().warn("{}: {}", Context(), committed.left());
+  }
   return progress_.Committed(committed.step(), committed.update_seconds());
 }
 

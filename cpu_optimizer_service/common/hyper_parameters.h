@@ -8,7 +8,7 @@
 namespace ballast {
 
 // The formula of an update. rule.h has the table of all.
-enum class Rule : uint8_t { kAdam, kSgd, kLion, kAdagrad, kSignSgd };
+enum class Rule : uint8_t { kAdam, kSgd, kLion, kAdagrad, kSignSgd, kMuon };
 
 // Defaults are those of torch.optim.AdamW. DefaultsOf (rule.h) has those of the other rules. A rule
 // ignores fields that it does not have.
@@ -32,6 +32,14 @@ struct HyperParameters {
   bool nesterov = false;
   double lr_decay = 0;
   double initial_accumulator_value = 0;  // What `sum` begins with; fixed at creation.
+  // The Newton-Schulz iteration: its number of steps, 0 to 99, and its coefficients.
+  int32_t ns_steps = 5;
+  double ns_a = 3.4445;
+  double ns_b = -4.775;
+  double ns_c = 2.0315;
+  // A step's size for a matrix of `rows` x `columns` is lr times 0.2 * sqrt(max(rows, columns)), for
+  // updates as large as AdamW's. false: times sqrt(max(1, rows / columns)).
+  bool match_rms_adamw = false;
   bool maximize = false;
 
   bool operator==(const HyperParameters&) const = default;
@@ -50,6 +58,11 @@ struct HyperParameterOverrides {
   std::optional<double> dampening;
   std::optional<bool> nesterov;
   std::optional<double> lr_decay;
+  std::optional<int32_t> ns_steps;
+  std::optional<double> ns_a;
+  std::optional<double> ns_b;
+  std::optional<double> ns_c;
+  std::optional<bool> match_rms_adamw;
   std::optional<bool> maximize;
 
   bool operator==(const HyperParameterOverrides&) const = default;
@@ -76,6 +89,11 @@ void ForEachHyperParameter(Each&& each, Values&... values) {
   if constexpr ((requires { values.initial_accumulator_value; } && ...)) {
     each("initial_accumulator_value", values.initial_accumulator_value...);
   }
+  each("ns_steps", values.ns_steps...);
+  each("ns_a", values.ns_a...);
+  each("ns_b", values.ns_b...);
+  each("ns_c", values.ns_c...);
+  each("match_rms_adamw", values.match_rms_adamw...);
   each("maximize", values.maximize...);
 }
 

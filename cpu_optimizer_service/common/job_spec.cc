@@ -75,6 +75,29 @@ absl::Status CheckMembers(const JobSpec& spec) {
   return absl::OkStatus();
 }
 
+// A rule of two rounds takes whole matrices.
+absl::Status CheckMatrices(const JobSpec& spec) {
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    const auto groups = static_cast<int>(spec.groups.size());
+    // Layout::Create refuses a group that does not exist.
+    if (!parameter.trainable || parameter.group < 0 || parameter.group >= groups) continue;
+    const GroupSpec& group = spec.groups[parameter.group];
+    const RuleRow& row = RowOf(group.hyper_parameters.rule);
+    if (row.rounds == 1) continue;
+    if (parameter.shape.size() != 2) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rule ", row.name, " of group ", group.name, " takes matrices, but ", parameter.name,
+          " has ", parameter.shape.size(), " dimensions; put it into a group of another rule"));
+    }
+    if (spec.member_count() > 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rule ", row.name, " of group ", group.name, " needs whole matrices in one service, but ",
+          spec.member_count(), " hold the job; use one service"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 std::string Differ(absl::string_view what, const auto& x, const auto& y) {
   return absl::StrCat(what, " is ", x, " here and ", y, " there");
 }
@@ -145,7 +168,7 @@ absl::Status Validate(const JobSpec& spec) {
     BALLAST_RETURN_IF_ERROR(
         Annotate(Validate(group.hyper_parameters), absl::StrCat("group ", group.name)));
   }
-  return absl::OkStatus();
+  return CheckMatrices(spec);
 }
 
 std::vector<int> JobSpec::RanksOf(int member) const {

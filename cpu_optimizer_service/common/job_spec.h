@@ -106,7 +106,7 @@ struct FirstState {
   bool operator==(const FirstState&) const = default;
 };
 // The largest that a job's words per chunk can hold.
-inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 31;
+inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 30;
 
 inline constexpr size_t kJobUidCharacters = 32;  // 128 random bits in hex.
 inline constexpr size_t kMostAncestors = 64;     // That a derived job lists.

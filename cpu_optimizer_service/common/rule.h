@@ -22,6 +22,11 @@
 
 namespace ballast {
 
+// Most rules update an element by its own gradient alone, in one round. A rule of two rounds needs the
+// whole matrix in between: its first round makes a direction, which is kept, and its second round
+// takes what became of that, in place of a gradient.
+enum class Round : uint8_t { kFirst, kSecond };
+
 // `elements` consecutive elements with equal update counts. Sources and destinations are the same
 // arrays (in place) or do not overlap. One exception: the shard may replace a gradient of its
 // element size. Pointers need only their element type's alignment.
@@ -37,6 +42,7 @@ struct RuleRun {
   const HyperParameters* values = nullptr;
   int64_t update_count = 1;  // The number of this update for these elements, from 1.
   float multiplier = 1;      // The group's in the decision (gradient_norm.h).
+  Round round = Round::kFirst;
 };
 
 struct RuleRow {
@@ -55,6 +61,7 @@ struct RuleRow {
                               double gradient);
   // The specification, one element at a time. The vector version is UpdateByRule in kernels.h.
   void (*reference)(const RuleRun& run);
+  int rounds = 1;
 
   bool has(absl::string_view hyper_parameter) const {
     return std::ranges::find(hyper_parameters, hyper_parameter) != hyper_parameters.end();

@@ -38,6 +38,7 @@ struct StepOutcome {
   std::string skip_reason;  // Why decision.apply is false; names the first non-finite parameter.
   SkipCause skip_cause = SkipCause::kOther;
   std::vector<std::string> unused_parameters;
+  std::string left;  // Which matrices the second round has left as they were, and why; empty: none.
 };
 
 // Updates computed before their decision.

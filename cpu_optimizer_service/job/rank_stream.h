@@ -77,7 +77,8 @@ class RankListener {
   virtual void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) = 0;
   // `shard` is null if the pool was empty: then the listener calls Job::ReadShard when it can send.
   virtual void OnWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
-  virtual void OnCommitted(uint64_t step, double update_seconds) = 0;
+  // `left`: StepOutcome's, which was not known at the decision.
+  virtual void OnCommitted(uint64_t step, double update_seconds, const std::string& left) = 0;
   // The stream is no longer the rank's: ABORTED (replaced, older generation, closed job).
   // OnWaiting, OnSealRefused, OnNorm, OnVoteRefused, OnProvisionalWeights and OnCommitted may still
   // come late.

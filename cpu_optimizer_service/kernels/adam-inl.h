@@ -29,8 +29,8 @@ struct AdamKernel {
   static bool IsCareful(const AdamScalars& s) { return s.step_size > 1; }
 
   template <bool kCareful>
-  static HWY_INLINE void Compute(const AdamScalars& s, FloatVec gradient,
-                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+  static HWY_INLINE FloatVec Compute(const AdamScalars& s, FloatVec gradient,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     FloatVec g = hn::Mul(gradient, hn::Set(d, s.multiplier));
     FloatVec w = planes[0];
@@ -57,7 +57,7 @@ struct AdamKernel {
     }
     const FloatVec denominator = hn::Add(
         hn::Mul(hn::Sqrt(used_v), hn::Set(d, s.inverse_sqrt_bias_correction2)), hn::Set(d, s.eps));
-    planes[0] = StepByQuotient<kCareful>(w, s.step_size, m, denominator, large);
+    return planes[0] = StepByQuotient<kCareful>(w, s.step_size, m, denominator, large);
   }
 };
 

@@ -15,6 +15,7 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/rules/adam.h"
+#include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "cpu_optimizer_service/kernels/redo_lane.h"
 
 namespace ballast {
@@ -37,6 +38,26 @@ void SumGradients(float* accumulator, const void* first, const void* second, DTy
 // to[i] = from[i] in the other format, as StoreElement and LoadElement convert.
 void ConvertFromFloat(const float* from, void* to, DType to_dtype, int64_t elements);
 void ConvertToFloat(const void* from, DType from_dtype, float* to, int64_t elements);
+
+// out = scale * addend + factor * (a * b), in fp32, rows by rows; without an addend a * b. a has
+// `rows` rows and `inner` columns, b `inner` rows, and b, addend and out have `columns` columns, a
+// multiple of kMatrixColumns. Each sum begins with 0 and adds rounded products in the order of a's
+// columns; denormals are kept. `out` is none of the others.
+struct MatrixProduct {
+  int64_t rows = 0;
+  int64_t inner = 0;
+  int64_t columns = 0;
+  const float* a = nullptr;
+  int64_t a_stride = 0;
+  const float* b = nullptr;
+  int64_t b_stride = 0;
+  const float* addend = nullptr;  // As the next, with out_stride.
+  float* out = nullptr;
+  int64_t out_stride = 0;
+  float scale = 1;
+  float factor = 1;
+};
+void MultiplyMatrices(const MatrixProduct& product);
 
 // Names of the instruction sets that this machine can run, best first ("AVX3", "AVX2", ..., as
 // Highway names them), and the one in use.

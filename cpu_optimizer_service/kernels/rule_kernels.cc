@@ -21,6 +21,7 @@ HWY_EXPORT(UpdateSgdRun);
 HWY_EXPORT(UpdateLionRun);
 HWY_EXPORT(UpdateAdagradRun);
 HWY_EXPORT(UpdateSignSgdRun);
+HWY_EXPORT(UpdateMuonRun);
 
 }  // namespace
 
@@ -37,6 +38,8 @@ void UpdateByRule(const RuleRun& run, RedoWriter* redo) {
       return HWY_DYNAMIC_DISPATCH(UpdateAdagradRun)(run, redo);
     case Rule::kSignSgd:
       return HWY_DYNAMIC_DISPATCH(UpdateSignSgdRun)(run, redo);
+    case Rule::kMuon:
+      return HWY_DYNAMIC_DISPATCH(UpdateMuonRun)(run, redo);
   }
 }
 

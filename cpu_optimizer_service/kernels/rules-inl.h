@@ -9,8 +9,12 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_
 #endif
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cpu_optimizer_service/common/rules/adagrad.h"
 #include "cpu_optimizer_service/common/rules/lion.h"
+#include "cpu_optimizer_service/common/rules/muon.h"
 #include "cpu_optimizer_service/common/rules/sgd.h"
 #include "cpu_optimizer_service/common/rules/sign_sgd.h"
 #include "cpu_optimizer_service/kernels/turns-inl.h"
@@ -41,8 +45,8 @@ struct SgdKernel {
   static bool IsCareful(const SgdScalars&) { return false; }
 
   template <bool kCareful>
-  static HWY_INLINE void Compute(const SgdScalars& s, FloatVec gradient,
-                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+  static HWY_INLINE FloatVec Compute(const SgdScalars& s, FloatVec gradient,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
                                       hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
@@ -55,7 +59,7 @@ struct SgdKernel {
       planes[1] = b;
       g = s.nesterov ? AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), b), large) : b;
     }
-    planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.lr), g), large);
+    return planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.lr), g), large);
   }
 };
 
@@ -65,8 +69,8 @@ struct LionKernel {
   static bool IsCareful(const LionScalars&) { return false; }
 
   template <bool kCareful>
-  static HWY_INLINE void Compute(const LionScalars& s, FloatVec gradient,
-                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+  static HWY_INLINE FloatVec Compute(const LionScalars& s, FloatVec gradient,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     const FloatVec g = Times<kCareful>(s.multiplier, gradient);
     const FloatVec c = AddProduct<kCareful>(Times<kCareful>(s.beta1, planes[1]),
@@ -75,6 +79,7 @@ struct LionKernel {
         AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]), SignOf(hn::Neg(c), s.lr), large);
     planes[1] = AddProduct<kCareful>(Times<kCareful>(s.beta2, planes[1]),
                                      hn::Mul(hn::Set(d, s.one_minus_beta2), g), large);
+    return planes[0];
   }
 };
 
@@ -84,14 +89,14 @@ struct AdagradKernel {
   static bool IsCareful(const AdagradScalars& s) { return s.step_size > 1; }
 
   template <bool kCareful>
-  static HWY_INLINE void Compute(const AdagradScalars& s, FloatVec gradient,
-                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+  static HWY_INLINE FloatVec Compute(const AdagradScalars& s, FloatVec gradient,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     const FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
                                             hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
     planes[1] = AddProduct<kCareful>(planes[1], hn::Mul(g, g), large);
     const FloatVec denominator = hn::Add(hn::Sqrt(planes[1]), hn::Set(d, s.eps));
-    planes[0] = StepByQuotient<kCareful>(planes[0], s.step_size, g, denominator, large);
+    return planes[0] = StepByQuotient<kCareful>(planes[0], s.step_size, g, denominator, large);
   }
 };
 
@@ -101,12 +106,46 @@ struct SignSgdKernel {
   static bool IsCareful(const SignSgdScalars&) { return false; }
 
   template <bool kCareful>
-  static HWY_INLINE void Compute(const SignSgdScalars& s, FloatVec gradient,
-                                 FloatVec (&planes)[kPlanes], LargeMask& large) {
+  static HWY_INLINE FloatVec Compute(const SignSgdScalars& s, FloatVec gradient,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     // P in both ways: no sum has this product, so nobody looks whether it is 2^-126.
     const FloatVec g = P(hn::Mul(gradient, hn::Set(FloatTag(), s.multiplier)));
-    planes[0] =
-        AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]), SignOf(hn::Neg(g), s.lr), large);
+    return planes[0] = AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]),
+                                          SignOf(hn::Neg(g), s.lr), large);
+  }
+};
+
+template <bool kIsAgain>
+struct MuonDirectionKernel {
+  static constexpr size_t kPlanes = 1;  // momentum_buffer
+  using Scalars = MuonDirectionScalars;
+  static bool IsCareful(const Scalars&) { return false; }
+
+  template <bool kCareful>
+  static HWY_INLINE FloatVec Compute(const Scalars& s, FloatVec gradient,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
+    const FloatTag d;
+    const FloatVec g = Times<kCareful>(s.gain, gradient);
+    if constexpr (kIsAgain) {
+      planes[0] = Z(planes[0]);
+    } else {
+      planes[0] = AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), planes[0]), large);
+    }
+    if (!s.nesterov) return planes[0];
+    return AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), planes[0]), large);
+  }
+};
+
+struct MuonWeightKernel {
+  static constexpr size_t kPlanes = 1;  // master
+  using Scalars = MuonWeightScalars;
+  static bool IsCareful(const Scalars&) { return false; }
+
+  template <bool kCareful>
+  static HWY_INLINE FloatVec Compute(const Scalars& s, FloatVec orthogonal,
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
+    const FloatVec step = hn::Mul(hn::Set(FloatTag(), -s.step), orthogonal);
+    return planes[0] = AddProduct<kCareful>(Times<kCareful>(s.decay, planes[0]), step, large);
   }
 };
 
@@ -123,6 +162,30 @@ HWY_NOINLINE void UpdateAdagradRun(const RuleRun& run, RedoWriter* redo) {
 }
 HWY_NOINLINE void UpdateSignSgdRun(const RuleRun& run, RedoWriter* redo) {
   UpdateByKernel<SignSgdKernel>(run, MakeSignSgdScalars(run), redo);
+}
+HWY_NOINLINE void UpdateMuonRun(const RuleRun& run, RedoWriter* redo) {
+  if (run.round == Round::kSecond) {
+    return UpdateByKernel<MuonWeightKernel>(run, MakeMuonWeightScalars(run), redo);
+  }
+  const MuonDirectionScalars s = MakeMuonDirectionScalars(run);
+  RuleRun direction = run;
+  direction.from[0] = run.from[1];
+  direction.to[0] = run.to[1];
+  if (!s.is_again) return UpdateByKernel<MuonDirectionKernel<false>>(direction, s, redo);
+  // The loop stores what it has computed of the plane; here nobody wants that.
+  constexpr int64_t kPiece = 1024;
+  float unwanted[kPiece];
+  direction.to[0] = unwanted;
+  for (int64_t begin = 0; begin < run.elements; begin += kPiece) {
+    const auto at = [begin](const void* data, DType dtype) {
+      return static_cast<const char*>(data) + begin * SizeBytes(dtype);
+    };
+    direction.elements = std::min(kPiece, run.elements - begin);
+    direction.gradient = at(run.gradient, run.gradient_dtype);
+    direction.from[0] = run.from[1] + begin;
+    direction.shard = const_cast<char*>(at(run.shard, run.shard_dtype));
+    UpdateByKernel<MuonDirectionKernel<true>>(direction, s, nullptr);
+  }
 }
 
 }  // namespace HWY_NAMESPACE

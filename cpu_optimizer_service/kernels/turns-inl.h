@@ -2,11 +2,12 @@
 // instruction set.
 //
 // A kernel is a type with
-//   kPlanes                     how many planes the rule has
+//   kPlanes                     how many planes it updates: the first ones of the run
 //   Scalars                     of the formula
 //   IsCareful(scalars)          whether the quick way never does
 //   Compute<kCareful>(scalars, gradient, planes, large)
-//                               the formula: new values of the planes, from theirs and the gradient
+//                               the formula: new values of the planes, from theirs and the gradient;
+//                               returns that of the shard
 #if defined(BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_
 #undef BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_
@@ -122,14 +123,15 @@ HWY_INLINE void ForEachPlace(const Each& each) {
   ForEachPlace(each, std::make_index_sequence<Kernel::kPlanes>());
 }
 
-// The new values of one vector from `index` of each array.
+// The new values of one vector from `index` of each array; returns that of the shard.
 template <class Kernel, DType kGradient, bool kCareful>
-HWY_INLINE void ComputeVector(const RuleRun& run, const typename Kernel::Scalars& s, size_t index,
-                              PlaneVecs<Kernel>& planes, LargeMask& large) {
+HWY_INLINE FloatVec ComputeVector(const RuleRun& run, const typename Kernel::Scalars& s,
+                                  size_t index, PlaneVecs<Kernel>& planes, LargeMask& large) {
   const FloatTag d;
   ForEachPlace<Kernel>([&](auto place)
                            HWY_ATTR { planes[place] = hn::LoadU(d, run.from[place] + index); });
-  Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, run.gradient, index), planes, large);
+  return Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, run.gradient, index), planes,
+                                            large);
 }
 
 // One turn from `index`. False, and nothing is stored, if the quick way does not do. `redo` is
@@ -142,8 +144,8 @@ HWY_INLINE bool UpdateTurn(const RuleRun& r, const typename Kernel::Scalars& s, 
   const size_t next = index + lanes;
   LargeMask large = hn::FirstN(hn::RebindToSigned<FloatTag>(), lanes);
   PlaneVecs<Kernel> low, high;
-  ComputeVector<Kernel, kGradient, kCareful>(r, s, index, low, large);
-  ComputeVector<Kernel, kGradient, kCareful>(r, s, next, high, large);
+  const FloatVec low_shard = ComputeVector<Kernel, kGradient, kCareful>(r, s, index, low, large);
+  const FloatVec high_shard = ComputeVector<Kernel, kGradient, kCareful>(r, s, next, high, large);
   if (!kCareful && !hn::AllTrue(hn::RebindToSigned<FloatTag>(), large)) return false;
   if (redo != nullptr) {
     RedoTurn& turn = redo->next();
@@ -157,7 +159,7 @@ HWY_INLINE bool UpdateTurn(const RuleRun& r, const typename Kernel::Scalars& s, 
     hn::StoreU(low[place], d, r.to[place] + index);
     hn::StoreU(high[place], d, r.to[place] + next);
   });
-  if constexpr (kHasShard) StorePairAs<kShard>(d, low[0], high[0], r.shard, index, stream);
+  if constexpr (kHasShard) StorePairAs<kShard>(d, low_shard, high_shard, r.shard, index, stream);
   return true;
 }
 

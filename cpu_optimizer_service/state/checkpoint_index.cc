@@ -73,6 +73,7 @@ json ToJson(const std::optional<StepRecord>& record) {
             {"max_norm", record->voted.max_norm},
             {"multipliers", record->voted.multipliers}}},
           {"skip_reason", outcome.skip_reason},
+          {"left", outcome.left},
           {"unused_parameters", outcome.unused_parameters},
           {"micro_steps", record->micro_steps},
           {"loss_scale", record->loss_scale},
@@ -105,6 +106,7 @@ std::optional<StepRecord> RecordFromJson(const json& text, uint64_t step) {
   voted.at("max_norm").get_to(record.voted.max_norm);
   voted.at("multipliers").get_to(record.voted.multipliers);
   text.at("skip_reason").get_to(record.outcome.skip_reason);
+  text.at("left").get_to(record.outcome.left);
   text.at("unused_parameters").get_to(record.outcome.unused_parameters);
   text.at("micro_steps").get_to(record.micro_steps);
   text.at("loss_scale").get_to(record.loss_scale);

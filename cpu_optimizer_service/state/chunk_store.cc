@@ -20,10 +20,11 @@ namespace ballast {
 namespace {
 
 // The value of a word of the table, which is a checked one: the slot that a chunk's planes lie in,
-// whether first weights have come, and the step that they are at.
+// whether first weights have come, and the step that they are at, with all of it or half.
 constexpr uint64_t kSlotMask = (uint64_t{1} << SlotPool::kNumberBits) - 1;
 constexpr uint64_t kArrived = uint64_t{1} << SlotPool::kNumberBits;
-constexpr int kStepShift = SlotPool::kNumberBits + 1;
+constexpr uint64_t kHalf = kArrived << 1;
+constexpr int kStepShift = SlotPool::kNumberBits + 2;
 // So half of the steps that there can be are left to a job that begins as late as it may.
 static_assert(2 * kMaxFirstStep == uint64_t{1} << (kCheckedValueBits - kStepShift));
 constexpr char kTableLabel[] = "table";
@@ -47,7 +48,7 @@ struct ChunkStore::Impl {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // The table as an earlier process left it.
   absl::Status TakeOver() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  void Publish(const Write& write, uint64_t step, SlotPool::Freed& freed)
+  void Publish(const Write& write, uint64_t step, bool half, SlotPool::Freed& freed)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // Those for which a Pin of all chunks would have to make slots.
   std::vector<int> ChunksWithoutRoom(const Room* room) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -72,8 +73,9 @@ void ChunkStore::Impl::StoreWord(int chunk, const ChunkVersion& version) {
   Check(version.arena == nullptr, "a version in named memory has a number");
   const uint64_t arrived = words[chunk] & kArrived;
   // After the planes, in this thread's order or through the lock.
-  StoreAt(chunk, version.step << kStepShift | arrived | version.number);
-  Stored("a chunk's word");
+  StoreAt(chunk,
+          version.step << kStepShift | (version.half ? kHalf : 0) | arrived | version.number);
+  Stored(version.half ? "a chunk's word, half" : "a chunk's word");
 }
 
 void ChunkStore::Impl::StorePreviousWord(int chunk, const ChunkVersion& version) {
@@ -114,6 +116,7 @@ absl::Status ChunkStore::Impl::TakeOver() {
     if (version == nullptr) return not_whole("", chunk, words[chunk]);
     version->published = true;
     version->step = (words[chunk] & kCheckedValueMask) >> kStepShift;
+    version->half = (words[chunk] & kHalf) != 0;
     table[chunk] = version;
   }
   for (uint32_t chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
@@ -324,6 +327,11 @@ uint64_t ChunkStore::step(int chunk) const {
   return impl_->table[chunk]->step;
 }
 
+bool ChunkStore::is_half(int chunk) const {
+  MutexLock lock(impl_->mutex);
+  return impl_->table[chunk]->half;
+}
+
 ChunkVersion* ChunkStore::Impl::TakePrevious(int chunk, SlotPool::Freed& freed) {
   ChunkVersion*& place = previous[chunk];
   if (place->pins > 0) {
@@ -382,8 +390,10 @@ absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination 
   return write;
 }
 
-void ChunkStore::Impl::Publish(const Write& write, uint64_t step, SlotPool::Freed& freed) {
+void ChunkStore::Impl::Publish(const Write& write, uint64_t step, bool half,
+                               SlotPool::Freed& freed) {
   write.target->step = step;
+  write.target->half = half;
   ChunkVersion* gone = table[write.chunk];
   if (options.keep_previous && !write.in_place) {
     // First, since a chunk whose own word is of the step is not computed again.
@@ -410,7 +420,13 @@ void ChunkStore::Impl::Publish(const Write& write, uint64_t step, SlotPool::Free
 void ChunkStore::Publish(absl::Span<const Write> writes, uint64_t step) {
   SlotPool::Freed freed;
   MutexLock lock(impl_->mutex);
-  for (const Write& write : writes) impl_->Publish(write, step, freed);
+  for (const Write& write : writes) impl_->Publish(write, step, /*half=*/false, freed);
+}
+
+void ChunkStore::PublishHalf(const Write& write, uint64_t step) {
+  SlotPool::Freed freed;
+  MutexLock lock(impl_->mutex);
+  impl_->Publish(write, step, /*half=*/true, freed);
 }
 
 void ChunkStore::Drop(const Write& write) {

@@ -2,7 +2,8 @@
 //
 // A chunk's planes lie in a slot. A table maps the chunk to its slot and its step. An update asks
 // where to write: in place, or into a fresh slot, if a reader has pinned the chunk or the caller
-// wants it. Publishing is one switch of the table entry.
+// wants it. Publishing is one switch of the table entry. A step of two rounds makes one version, which
+// is published half, and then whole.
 //
 // In named memory the table is there, too: one word a chunk, with its slot and its step, stored
 // after the planes. A process that takes over the memory has the published versions; every slot
@@ -108,6 +109,8 @@ class ChunkStore {
   // The published version. Valid while no writer publishes the chunk.
   const Slot& Published(int chunk) const;
   uint64_t step(int chunk) const;
+  // The published version has only the first of that step's two rounds.
+  bool is_half(int chunk) const;
 
   // An update in progress: read from `from`, write all planes of `to`. Ends in Publish or Drop.
   struct Write {
@@ -120,6 +123,8 @@ class ChunkStore {
   // RESOURCE_EXHAUSTED only for kFresh, without a reserved slot and without room.
   absl::StatusOr<Write> BeginWrite(int chunk, Destination destination);
   void Publish(const Write& write, uint64_t step) { Publish(absl::MakeConstSpan(&write, 1), step); }
+  // After the first of the step's two rounds. The second one writes in place.
+  void PublishHalf(const Write& write, uint64_t step);
   // Many chunks at once, which is cheaper than one by one.
   void Publish(absl::Span<const Write> writes, uint64_t step);
   void Drop(const Write& write);  // Not for writes in place.

@@ -34,6 +34,7 @@ struct ChunkVersion {
   uint32_t number = 0;  // Of the slot, in the table's words.
   int home = 0;         // The chunk whose place in the arena, and so whose NUMA node, it has.
   uint64_t step = 0;
+  bool half = false;  // ChunkStore::is_half.
   int pins = 0;
   bool published = false;
   bool previous = false;  // Its chunk's previous one.

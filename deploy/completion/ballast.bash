@@ -15,7 +15,7 @@ _ballast() {
   # Of --flag=VALUE it makes three words.
   if [[ $word == = ]]; then word=''; elif [[ $before == = ]]; then before=${words[at - 2]}; fi
   local commands="jobs job history groups state write-state trace set-group save load import export checkpoints verify delete-checkpoint abort-step undo close restore plan doctor completion"
-  local files=" --out --tls-ca --tls-cert --tls-key --token-file " values=" --beta1 --beta2 --bias-correction --dampening --decoupled-weight-decay --dtype --eps --file-gb --lr --lr-decay --maximize --members --memory --momentum --nesterov --plane --service --steps --timeout --uid --wait --weight-decay --world-size "
+  local files=" --out --tls-ca --tls-cert --tls-key --token-file " values=" --beta1 --beta2 --bias-correction --dampening --decoupled-weight-decay --dtype --eps --file-gb --lr --lr-decay --match-rms-adamw --maximize --members --memory --momentum --nesterov --ns-a --ns-b --ns-c --ns-steps --plane --service --steps --timeout --uid --wait --weight-decay --world-size "
   local flags='' places=() place=0 flag ask=("${words[0]}" jobs --json --timeout=2)
   if ((at == 1)); then
     mapfile -t COMPREPLY < <(compgen -W "$commands help --help --version" -- "$word")
@@ -29,7 +29,7 @@ _ballast() {
     state) flags="--plane --out --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB PARAMETER) ;;
     write-state) flags="--plane --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB PARAMETER FILE.npy) ;;
     trace) flags="--steps --out --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
-    set-group) flags="--lr --beta1 --beta2 --eps --weight-decay --decoupled-weight-decay --bias-correction --momentum --dampening --nesterov --lr-decay --maximize --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB GROUP) ;;
+    set-group) flags="--lr --beta1 --beta2 --eps --weight-decay --decoupled-weight-decay --bias-correction --momentum --dampening --nesterov --lr-decay --ns-steps --ns-a --ns-b --ns-c --match-rms-adamw --maximize --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB GROUP) ;;
     save) flags="--background --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;
     load) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;
     import) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;

@@ -16,6 +16,7 @@ v1::StepRecord StepMessage(const StepRecord& record) {
   message.set_norm(record.outcome.decision.norm);
   message.set_clip_coefficient(record.outcome.decision.clip_coefficient);
   message.set_skip_reason(record.outcome.skip_reason);
+  message.set_left(record.outcome.left);
   message.set_micro_steps(record.micro_steps);
   message.set_loss_scale(record.loss_scale);
   message.set_speculated_chunks(record.speculation.speculated);

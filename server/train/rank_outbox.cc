@@ -185,10 +185,11 @@ void RankOutbox::OnWeights(uint64_t step, int chunk, WeightBuffer buffer) {
       .step = step, .chunk = chunk, .provisional = false, .buffer = std::move(buffer)});
 }
 
-void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
+void RankOutbox::OnCommitted(uint64_t step, double update_seconds, const std::string& left) {
   v1::TrainResponse message;
   message.mutable_committed()->set_step(step);
   message.mutable_committed()->set_update_seconds(update_seconds);
+  message.mutable_committed()->set_left(left);
   Push(std::move(message));
 }
 

@@ -42,8 +42,11 @@ HyperParameterOverrides AnyChanges(Random& random) {
 }
 
 // `values` of Adam, as values of another rule.
-HyperParameters WithOtherRule(Random& random, const HyperParameters& values) {
-  const Rule rule = random.Pick({Rule::kSgd, Rule::kLion, Rule::kAdagrad, Rule::kSignSgd});
+HyperParameters WithOtherRule(Random& random, Layer layer, const HyperParameters& values) {
+  Rule rule = random.Pick(
+      {Rule::kSgd, Rule::kLion, Rule::kAdagrad, Rule::kSignSgd, Rule::kMuon, Rule::kMuon});
+  // Several members cannot have it.
+  if (rule == Rule::kMuon && layer == Layer::kMembers) rule = Rule::kLion;
   HyperParameters other = DefaultsOf(rule);
   ForEachOf(
       rule, [](const char*, auto& to, const auto& from) { to = from; }, other, values);
@@ -51,6 +54,12 @@ HyperParameters WithOtherRule(Random& random, const HyperParameters& values) {
     other.momentum = 0.5 + 0.01 * random.Below(49);
     other.nesterov = random.OneIn(2);
     if (!other.nesterov) other.dampening = 0.1 * random.Below(8);
+  }
+  if (rule == Rule::kMuon) {
+    other.momentum = 0.5 + 0.01 * random.Below(49);
+    other.nesterov = random.OneIn(2);
+    other.ns_steps = random.Between(0, 5);
+    other.match_rms_adamw = random.OneIn(2);
   }
   if (rule == Rule::kAdagrad) {
     other.lr_decay = random.Pick({0.0, 0.1});
@@ -68,6 +77,12 @@ void FitToRule(Random& random, const HyperParameters& values, HyperParameterOver
       },
       changes);
   if (values.momentum > 0 && random.OneIn(2)) changes.momentum = 0.5 + 0.01 * random.Below(49);
+  if (row.has("ns_steps") && random.OneIn(3)) changes.ns_steps = random.Between(0, 5);
+  if (row.has("ns_steps") && random.OneIn(3)) changes.match_rms_adamw = random.OneIn(2);
+  if (row.has("ns_steps") && random.OneIn(3)) {  // Often such that the result is not finite.
+    changes.ns_a = random.OneIn(2) ? 3.4445 : 1e30;
+    changes.ns_c = random.OneIn(2) ? 2.0315 : 1e30;
+  }
   if (row.has("lr_decay") && random.OneIn(2)) changes.lr_decay = 0.05 * random.Below(5);
 }
 
@@ -79,7 +94,7 @@ void MixRules(History& history) {
   if (random.OneIn(2)) return;
   for (GroupPlan& group : groups) {
     HyperParameters& values = group.hyper_parameters;
-    if (random.OneIn(2)) values = WithOtherRule(random, values);
+    if (random.OneIn(2)) values = WithOtherRule(random, history.layer, values);
   }
   const auto fit = [&](int group, HyperParameterOverrides& changes) {
     const HyperParameters& values = groups[group].hyper_parameters;

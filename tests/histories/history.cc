@@ -45,9 +45,6 @@ void ShardOverMesh(const JobPlan& job, LayoutSpec& layout) {
   layout.mesh = {{"all", job.world_size}};
   if (placements.size() == 2) layout.mesh = {{"outer", two}, {"inner", job.world_size / two}};
   for (ParameterSpec& parameter : layout.parameters) {
-    int64_t columns = 16;
-    while (parameter.shape[0] % columns != 0) --columns;
-    parameter.shape = {parameter.shape[0] / columns, columns};
     if (parameter.trainable) parameter.placements = placements;
   }
 }
@@ -69,6 +66,17 @@ void NameMembers(const JobPlan& job, JobSpec& spec) {
 
 std::string NameOf(const ParameterPlan& parameter) {
   return absl::StrFormat("p%03d", parameter.id);
+}
+
+std::vector<int64_t> ShapeOf(const JobPlan& job, const ParameterPlan& parameter) {
+  const bool needs_matrices = RowOf(job.groups[parameter.group].hyper_parameters.rule).rounds > 1 ||
+                              job.sharding != ShardingPlan::kBuckets;
+  if (!needs_matrices) return {parameter.elements};
+  int64_t columns = 16;
+  while (parameter.elements % columns != 0) --columns;
+  const int64_t rows = parameter.elements / columns;
+  if (parameter.id % 2 == 0) return {rows, columns};
+  return {columns, rows};
 }
 
 bool HasDeath(const History& history) {
@@ -100,7 +108,7 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   layout.chunk_elements = job.chunk_elements;
   for (const ParameterPlan& parameter : job.parameters) {
     layout.parameters.push_back({.name = NameOf(parameter),
-                                 .shape = {parameter.elements},
+                                 .shape = ShapeOf(job, parameter),
                                  .group = parameter.group,
                                  .trainable = parameter.trainable});
   }

@@ -31,8 +31,7 @@ struct GroupPlan {
   DType return_dtype = DType::kBFloat16;
 };
 
-// How parameters are given to ranks. With a mesh they are matrices of as many columns as divide
-// their elements, 16 at most.
+// How parameters are given to ranks.
 enum class ShardingPlan : uint8_t {
   kBuckets,
   kRows,            // Shard(0).
@@ -183,6 +182,9 @@ struct History {
 bool HasDeath(const History& history);
 
 JobSpec SpecOf(const JobPlan& job, const std::string& name);
+// With a mesh, or a rule that needs them, parameters are matrices, tall or wide. The shorter side
+// divides their elements, and is 16 at most.
+std::vector<int64_t> ShapeOf(const JobPlan& job, const ParameterPlan& parameter);
 std::string NameOf(const ParameterPlan& parameter);
 
 // What the ranks give in their try of this number, from 0, in an attempt in which they discard:

@@ -8,6 +8,8 @@
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/muon.h"
+#include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "tests/support/block_sums.h"
 
 namespace ballast::histories {
@@ -178,8 +180,9 @@ std::string Model::Culprit(const std::vector<std::vector<float>>& gradients) con
   return "";
 }
 
-void Model::Update(ParameterState& state, const std::vector<float>& gradient,
-                   const HyperParameters& values, float multiplier) const {
+void Model::Update(const ParameterPlan& parameter, ParameterState& state,
+                   const std::vector<float>& gradient, const HyperParameters& values,
+                   float multiplier) const {
   RuleRun run = {.elements = static_cast<int64_t>(gradient.size()),
                  .gradient = gradient.data(),
                  .values = &values,
@@ -190,6 +193,23 @@ void Model::Update(ParameterState& state, const std::vector<float>& gradient,
     run.from[place] = elements.data();
     run.to[place++] = elements.data();
   }
+  std::vector<uint16_t> direction(gradient.size());
+  if (RowOf(values.rule).rounds > 1) {
+    run.shard = direction.data();
+    run.shard_dtype = DType::kBFloat16;
+  }
+  UpdateReference(run);
+  if (RowOf(values.rule).rounds == 1 || gradient.empty()) return;
+  const std::vector<int64_t> shape = ShapeOf(job_, parameter);
+  OrthogonalizeReference(absl::MakeSpan(direction), shape[0], shape[1], values);
+  if (std::ranges::any_of(direction, [](uint16_t bits) { return (bits & 0x7f80) == 0x7f80; })) {
+    return;  // Its weights are left as they are.
+  }
+  run.gradient = direction.data();
+  run.gradient_dtype = DType::kBFloat16;
+  run.shard = nullptr;
+  run.multiplier = static_cast<float>(AdjustmentOf(values, shape[0], shape[1]));
+  run.round = Round::kSecond;
   UpdateReference(run);
 }
 
@@ -234,7 +254,7 @@ ModelOutcome Model::Commit(const Attempt& attempt) {
     if (!outcome.decision.apply || !parameter.trainable) continue;
     if (unused && job_.unused_policy == UnusedPolicy::kSkip) continue;
     ++updated[p].updates;
-    Update(updated[p], gradients[p], outcome.hyper_parameters[parameter.group],
+    Update(parameter, updated[p], gradients[p], outcome.hyper_parameters[parameter.group],
            outcome.decision.multipliers[parameter.group]);
   }
   // A step that would leave state that is not finite is a skip, although its gradients are.

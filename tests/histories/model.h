@@ -102,8 +102,9 @@ class Model {
   std::string Culprit(const std::vector<std::vector<float>>& gradients) const;
   // The first parameter with state that is not finite; empty: there is none.
   std::string Overflowed(const std::vector<ParameterState>& parameters) const;
-  void Update(ParameterState& state, const std::vector<float>& gradient,
-              const HyperParameters& values, float multiplier) const;
+  void Update(const ParameterPlan& parameter, ParameterState& state,
+              const std::vector<float>& gradient, const HyperParameters& values,
+              float multiplier) const;
 
   const JobPlan job_;
   ModelState state_;

@@ -117,6 +117,8 @@ HyperParameters SomeValues(Rule rule) {
       [&]<typename T>(const char*, T& value) {
         if constexpr (std::is_same_v<T, bool>) {
           value = !value;
+        } else if constexpr (std::is_same_v<T, int32_t>) {
+          value += 3;
         } else {
           value = number += 0.01;
         }
@@ -143,13 +145,15 @@ TEST(HyperParameters, EveryAbsentFieldIsNamedAndEveryOneOfAnotherRule) {
   HyperParameters every;
   ForEachHyperParameter(
       [](const char* name, auto&) {
-        for (const Rule rule : {Rule::kAdam, Rule::kSgd, Rule::kAdagrad}) {
+        for (const Rule rule : {Rule::kAdam, Rule::kSgd, Rule::kAdagrad, Rule::kMuon}) {
           v1::HyperParameters values = ToProto(DefaultsOf(rule));
           const auto* const field = v1::HyperParameters::descriptor()->FindFieldByName(name);
           if (RowOf(rule).has(name)) {
             values.GetReflection()->ClearField(&values, field);
           } else if (field->type() == google::protobuf::FieldDescriptor::TYPE_BOOL) {
             values.GetReflection()->SetBool(&values, field, false);
+          } else if (field->type() == google::protobuf::FieldDescriptor::TYPE_INT32) {
+            values.GetReflection()->SetInt32(&values, field, 0);
           } else {
             values.GetReflection()->SetDouble(&values, field, 0);
           }
@@ -179,6 +183,11 @@ TEST(HyperParameterOverrides, SurviveTheWirePresentOrAbsent) {
                                  .dampening = 0.25,
                                  .nesterov = true,
                                  .lr_decay = 0.125,
+                                 .ns_steps = 3,
+                                 .ns_a = 2.5,
+                                 .ns_b = -1.5,
+                                 .ns_c = 0.5,
+                                 .match_rms_adamw = true,
                                  .maximize = false};
   EXPECT_EQ(OverridesFromProto(ToProto(all)).value(), all);
   const HyperParameterOverrides none;

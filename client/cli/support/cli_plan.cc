@@ -83,7 +83,7 @@ Command PlanCommand() {
                        "SPEC is a size, COUNT[:bf16|fp16|fp32][:RULE], such as 7B:bf16 or 7B:lion, "
                        "or a file with a\njob as CreateJob takes it (ballast.v1.Job in "
                        "JSON, partitions optional). RULE is adam\n(default), adam:amsgrad, "
-                       "sgd, sgd:momentum, lion, adagrad or signsgd. A service of this\n"
+                       "sgd, sgd:momentum, lion, adagrad, signsgd or muon. A service of this\n"
                        "version allocates by these figures. The exit code is 1 if the job "
                        "does not fit.",
                    .flags = {{"members", "N|HOST:PORT,...",

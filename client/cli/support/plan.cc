@@ -32,6 +32,7 @@ namespace {
 
 // A size alone does not say which parameters there are: as large as a large matrix.
 constexpr int64_t kParameterElements = int64_t{1} << 24;
+constexpr int64_t kPlannedColumns = int64_t{1} << 12;  // Of a rule that takes matrices alone.
 constexpr int64_t kBucketElements = int64_t{1} << 22;
 constexpr size_t kMostFileBytes = size_t{32} << 20;  // As a service takes.
 
@@ -91,9 +92,19 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
     group.return_dtype = group.wire_dtype;
   }
   spec.layout.group_count = 1;
+  const auto add = [&](std::vector<int64_t> shape) {
+    spec.layout.parameters.push_back(
+        {.name = absl::StrCat("p", spec.layout.parameters.size()), .shape = std::move(shape)});
+  };
+  const bool are_matrices = RowOf(group.hyper_parameters.rule).rounds > 1;
   for (int64_t begin = 0; begin < *count; begin += kParameterElements) {
-    spec.layout.parameters.push_back({.name = absl::StrCat("p", spec.layout.parameters.size()),
-                                      .shape = {std::min(kParameterElements, *count - begin)}});
+    const int64_t elements = std::min(kParameterElements, *count - begin);
+    if (!are_matrices) {
+      add({elements});
+      continue;
+    }
+    if (elements >= kPlannedColumns) add({elements / kPlannedColumns, kPlannedColumns});
+    if (elements % kPlannedColumns > 0) add({1, elements % kPlannedColumns});
   }
   return spec;
 }

@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence, Union
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 10
+API_VERSION = 11
 OK = 0
 DEADLINE_EXCEEDED = 4
 Services = Union[str, Sequence[str]]  # An address, several with commas between, or a list or tuple of them.
@@ -24,7 +24,8 @@ class HyperParameters(c.Structure):
                 ("eps", c.c_double), ("weight_decay", c.c_double), ("decoupled_weight_decay", c.c_int32),
                 ("bias_correction", c.c_int32), ("amsgrad", c.c_int32), ("momentum", c.c_double),
                 ("dampening", c.c_double), ("nesterov", c.c_int32), ("lr_decay", c.c_double),
-                ("initial_accumulator_value", c.c_double), ("maximize", c.c_int32)]
+                ("initial_accumulator_value", c.c_double), ("maximize", c.c_int32), ("ns_steps", c.c_int32),
+                ("ns_a", c.c_double), ("ns_b", c.c_double), ("ns_c", c.c_double), ("match_rms_adamw", c.c_int32)]
 
 
 class Group(c.Structure):

@@ -31,7 +31,13 @@ RULES = {
                                        eps=1e-10, maximize=False),
                     lambda values: {"sum": float(values["initial_accumulator_value"])}, True),
     "signsgd": Rule(4, "SignSGD", dict(lr=1e-3, weight_decay=0.0, maximize=False), lambda values: {}),
+    "muon": Rule(5, "Muon", dict(lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True,
+                                 ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-7, ns_steps=5, adjust_lr_fn=None),
+                 lambda values: {"momentum_buffer": 0.0}),
 }
+# Hyper-parameters that the service has one by one.
+PARTS = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
+ADJUST_LR_FNS = (None, "original", "match_rms_adamw")  # None is "original".
 
 
 def rule_named(name: object) -> Rule:

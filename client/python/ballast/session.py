@@ -18,7 +18,7 @@ from typing import Any
 
 from . import _native
 from .errors import AbortedError, BallastError, DeadlineError, FailedPreconditionError, UnavailableError
-from .rules import RULES, check_has
+from .rules import ADJUST_LR_FNS, PARTS, RULES, check_has
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
@@ -37,7 +37,7 @@ _SLICE_IN_WORDS = re.compile(r"\b(within|for) 100ms\b")  # The library's words f
 @dataclasses.dataclass(frozen=True)
 class HyperParameters:
     """A param group's, named as in torch.optim; see `client/ballast.h`. rule: "adam" (also AdamW), "sgd", "lion",
-    "adagrad" or "signsgd". What is not given has the rule's default (`ballast.rules`); for "adam" that of AdamW. What a
+    "adagrad", "signsgd" or "muon". What is not given has the rule's default (`ballast.rules`); for "adam" that of AdamW. What a
     rule does not have is None. ValueError: it was given, or there is no such rule."""
 
     lr: float | None = None
@@ -54,13 +54,21 @@ class HyperParameters:
     nesterov: bool | None = None
     lr_decay: float | None = None
     initial_accumulator_value: float | None = None
+    ns_coefficients: tuple[float, float, float] | None = None
+    ns_steps: int | None = None
+    adjust_lr_fn: str | None = None
 
     def __post_init__(self):
         check_has(self.rule, {name for name, value in vars(self).items() if value is not None and name != "rule"})
         for name, default in RULES[self.rule].defaults.items():
             value = default if getattr(self, name) is None else getattr(self, name)
-            value = tuple(map(float, value)) if name == "betas" else type(default)(value)
+            if name in PARTS:
+                value = tuple(map(float, value))
+            elif default is not None:
+                value = type(default)(value)
             object.__setattr__(self, name, value)
+        if self.adjust_lr_fn not in ADJUST_LR_FNS:
+            raise ValueError(f"adjust_lr_fn is {self.adjust_lr_fn!r}; expected one of {ADJUST_LR_FNS}")
 
     def __str__(self) -> str:
         return f"{self.rule} " + " ".join(f"{name}={value}" for name, value in self.fields().items())
@@ -71,10 +79,25 @@ class HyperParameters:
         return RULES[self.rule].planes(vars(self))
 
     def fields(self) -> dict[str, float | bool]:
-        """The rule's, with beta1 and beta2, as the service names them."""
+        """The rule's, as the service names them."""
         values = {name: getattr(self, name) for name in RULES[self.rule].defaults}
-        betas = values.pop("betas", None)
-        return values if betas is None else {**values, "beta1": betas[0], "beta2": betas[1]}
+        for name, parts in PARTS.items():
+            if name in values:
+                values.update(zip(parts, values.pop(name), strict=True))
+        if "adjust_lr_fn" in values:
+            values["match_rms_adamw"] = values.pop("adjust_lr_fn") == "match_rms_adamw"
+        return values
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> HyperParameters:
+        """From the rule, and its fields."""
+        values = dict(fields)
+        for name, parts in PARTS.items():
+            if parts[0] in values:
+                values[name] = tuple(values.pop(part) for part in parts)
+        if "match_rms_adamw" in values:
+            values["adjust_lr_fn"] = "match_rms_adamw" if values.pop("match_rms_adamw") else "original"
+        return cls(**values)
 
     def _native(self) -> _native.HyperParameters:
         return _native.HyperParameters(rule=RULES[self.rule].number, **self.fields())

@@ -5,6 +5,7 @@
 #include "cpu_optimizer_service/common/norm/exact_sum.h"
 #include "cpu_optimizer_service/common/norm/norm_blocks.h"
 #include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
@@ -68,6 +69,25 @@ int64_t GradientBytes(const JobSpec& spec, const Layout& layout) {
   return bytes;
 }
 
+int64_t DirectionBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    if (RowOf(spec.groups[chunk.group].hyper_parameters.rule).rounds == 1) continue;
+    bytes += AlignUp(chunk.elements * SizeBytes(DType::kBFloat16));
+  }
+  return bytes;
+}
+
+int64_t NewtonSchulzBytes(const JobSpec& spec) {
+  int64_t elements = 0;
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    if (!parameter.trainable || parameter.shape.size() != 2) continue;
+    if (RowOf(spec.groups[parameter.group].hyper_parameters.rule).rounds == 1) continue;
+    elements = std::max(elements, NewtonSchulzScratch(parameter.shape[0], parameter.shape[1]));
+  }
+  return elements * static_cast<int64_t>(sizeof(float));
+}
+
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
   // Where a step has only one micro-step, its gradient stays in the format in which it came.
   if (spec.max_micro_steps == 1) return 0;
@@ -115,7 +135,7 @@ int64_t ChunkTableBytes(const LayoutSpec& layout) {
 MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   MemoryNeed need;
   need.state_bytes = StateBytes(layout, PlanesByGroup(spec));
-  need.gradient_bytes = GradientBytes(spec, layout);
+  need.gradient_bytes = GradientBytes(spec, layout) + DirectionBytes(spec, layout);
   need.accumulator_bytes = AccumulatorBytes(spec, layout);
   if (spec.update_mode == UpdateMode::kSpeculate) {
     // The provisional update, its task, its second version.
@@ -128,7 +148,7 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
         need.state_bytes + kPreviousBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
   need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
-                     SquareSumBytes(layout) + TableBytes(spec, layout);
+                     SquareSumBytes(layout) + NewtonSchulzBytes(spec) + TableBytes(spec, layout);
   return need;
 }
 

@@ -17,7 +17,7 @@ namespace ballast {
 // What the engine allocates for a job, in bytes.
 struct MemoryNeed {
   int64_t state_bytes = 0;        // the planes of each group
-  int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype
+  int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype; directions
   int64_t accumulator_bytes = 0;  // fp32 sums, unless max_micro_steps is 1
   int64_t speculation_bytes = 0;  // second versions of all chunks, if the job speculates
   int64_t previous_bytes = 0;     // previous versions of all chunks, if the job keeps them
@@ -36,6 +36,9 @@ int64_t SlotBytes(int64_t elements, int planes);  // One version of a chunk.
 std::vector<PlaneList> PlanesByGroup(const JobSpec& spec);
 int64_t StateBytes(const Layout& layout, absl::Span<const PlaneList> planes);  // All chunks.
 int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
+// Of groups with rules of two rounds: their directions, and scratch memory for the largest matrix.
+int64_t DirectionBytes(const JobSpec& spec, const Layout& layout);
+int64_t NewtonSchulzBytes(const JobSpec& spec);
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);
 int64_t SquareSumBytes(const Layout& layout);
 // Buffers for outgoing weights: the size of one, and their number.

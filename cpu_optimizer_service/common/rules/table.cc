@@ -8,6 +8,7 @@
 #include "cpu_optimizer_service/common/rules/adam.h"
 #include "cpu_optimizer_service/common/rules/arithmetic.h"
 #include "cpu_optimizer_service/common/rules/lion.h"
+#include "cpu_optimizer_service/common/rules/muon.h"
 #include "cpu_optimizer_service/common/rules/sgd.h"
 #include "cpu_optimizer_service/common/rules/sign_sgd.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -18,12 +19,13 @@ namespace {
 
 std::string Text(double value) { return FormatExactly(value); }
 std::string Text(bool value) { return value ? "true" : "false"; }
+std::string Text(int32_t value) { return absl::StrCat(value); }
 
 }  // namespace
 
 absl::Span<const RuleRow> Rules() {
   // In the order of Rule.
-  static const std::array rules = {kAdamRow, kSgdRow, kLionRow, kAdagradRow, kSignSgdRow};
+  static const std::array rules = {kAdamRow, kSgdRow, kLionRow, kAdagradRow, kSignSgdRow, kMuonRow};
   return rules;
 }
 

@@ -28,7 +28,7 @@ void Fields(Each&& each, Decision& v) {
 }
 template <typename Each>
 void Fields(Each&& each, StepOutcome& v) {
-  each(v.step, v.decision, v.skip_cause, v.skip_reason, v.unused_parameters);
+  each(v.step, v.decision, v.skip_cause, v.skip_reason, v.unused_parameters, v.left);
 }
 template <typename Each>
 void Fields(Each&& each, SpeculationCounts& v) {
@@ -135,10 +135,14 @@ void Fields(Each&& each, JobIdentity& v) {
 }
 
 template <typename Each>
+void Fields(Each&& each, SecondDecision& v) {
+  each(v.left, v.is_finite);
+}
+template <typename Each>
 void Fields(Each&& each, KeptDecision& v) {
   each(v.outcome, v.terms, v.vote, v.attempt, v.micro_steps, v.coverage_complete,
-       v.hyper_parameters, v.update_counts, v.values_after, v.group_norms, v.speculation,
-       v.reports);
+       v.hyper_parameters, v.update_counts, v.values_after, v.group_norms, v.speculation, v.reports,
+       v.second);
 }
 template <typename Each>
 void Fields(Each&& each, KeptReport& v) {

@@ -203,6 +203,8 @@ void Gate::GoOn() { Move(Phase::kReported, Phase::kSealed); }
 void Gate::Reopen() { Move(Phase::kReported, Phase::kOpen); }
 void Gate::Decide() { Move(Phase::kDeciding, Phase::kUpdating); }
 
+void Gate::ResumeUpdating() { Move(Phase::kIdle, Phase::kUpdating); }
+
 void Gate::Commit() {
   Move(Phase::kUpdating, Phase::kIdle);
   state_.deciding = false;

@@ -143,6 +143,7 @@ class Gate {
   void Reopen();                  // reported -> open
   void Decide();                  // deciding -> updating
   void Commit();                  // updating -> idle
+  void ResumeUpdating();          // idle -> updating, of a step that an earlier process decided
   void EndDeciding();             // The decision's task ends without a decision, during clearing.
   void StartClearing();           // idle, or undecided -> clearing
   void FinishClearing();          // clearing -> idle

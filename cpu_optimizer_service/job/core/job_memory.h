@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "cpu_optimizer_service/gradients/direction_store.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
@@ -19,6 +20,7 @@ struct JobMemory {
   std::string speculation_refused;  // Why a job waits although it requested speculation.
   MemoryBudget::Reservation reservation;
   std::unique_ptr<GradientStore> gradients;
+  std::unique_ptr<DirectionStore> directions;  // Null: no rule has two rounds.
   std::unique_ptr<ChunkStore> store;
   std::shared_ptr<WeightBufferPool> weight_buffers;
 };

@@ -120,6 +120,12 @@ struct PreviousState {
   std::string trainer_state;
 };
 
+// Of a step's second round.
+struct SecondDecision {
+  std::vector<int> left;  // Matrices whose weights do not change, ascending.
+  bool is_finite = true;  // Newton-Schulz of the first of those gave finite values.
+};
+
 // Everything that follows from a decision, for any process that carries it out.
 struct KeptDecision {
   StepOutcome outcome;
@@ -133,7 +139,8 @@ struct KeptDecision {
   // One per group, in force once it is carried out: an operator may have changed them meanwhile.
   std::vector<HyperParameters> values_after;
   std::vector<double> group_norms;
-  SpeculationCounts speculation;  // This member's.
+  SpeculationCounts speculation;         // This member's.
+  std::optional<SecondDecision> second;  // Absent: it has not been made.
   std::vector<uint64_t>
       reports;  // At the lead: by member, the number of the report it is made from.
 };

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/impl/job_impl.h"
+#include "cpu_optimizer_service/job/update/second_round.h"
 
 namespace ballast {
 
@@ -181,8 +182,39 @@ void JobImpl::KeepDecision(KeptDecision decision, Draft draft) {
   clock_.decided = std::chrono::steady_clock::now();
   core_.trace.Record(TraceEventKind::kDecided, plan->outcome.step, /*chunk=*/-1, clock_.sealed_ns);
   core_.RunAfter([this, self = Self(), plan] {
-    executor_.CarryOut(plan, [this, self, plan] { Commit(std::move(*plan)); });
+    executor_.CarryOut(plan, [this, self, plan] { EndFirstRound(plan); });
   });
+}
+
+// ---------------------------------------------------------------- the second round
+
+void JobImpl::EndFirstRound(std::shared_ptr<UpdatePlan> plan) {
+  if (!plan->update.has_second_round) return Commit(std::move(*plan));
+  std::vector<StateBounds> bounds;
+  {
+    const JobCore::Lock lock(core_);
+    bounds = core_.bounds;
+  }
+  const std::shared_ptr<const StepUpdate> update(plan, &plan->update);
+  executor_.Orthogonalize(
+      update, std::move(bounds), std::nullopt, [this, self = Self(), plan](SecondRound round) {
+        JobCore::Section section(core_);
+        KeepSecond(round);
+        core_.RunAfter([this, self, plan, round = std::move(round)]() mutable {
+          executor_.CarryOutSecond(plan, std::move(round),
+                                   [this, self, plan] { Commit(std::move(*plan)); });
+        });
+      });
+}
+
+void JobImpl::KeepSecond(const SecondRound& round) {
+  KeptDecision& decision = *core_.record.decision;
+  decision.second = round.decision;
+  decision.outcome.left = WhatWasLeft(spec().layout, round.decision);
+  core_.bounds = round.bounds;
+  journal_.Keep();
+  if (decision.outcome.left.empty()) return;
+  core_.Tell(absl::StrCat("step ", decision.terms.step, ": ", decision.outcome.left));
 }
 
 // ---------------------------------------------------------------- the commit
@@ -211,6 +243,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   // A skipped step uses up its number, so chunks stand at it with the state that they had.
   if (!plan.outcome.decision.apply) memory_.store->SetStep(plan.outcome.step);
   core_.trace.Mark(TraceEventKind::kCommitted, plan.outcome.step);
+  std::string left = core_.record.decision->outcome.left;
   RecordStep(*std::exchange(core_.record.decision, std::nullopt), times);
   members_.table.FreeLeft();
   machine_.Drop();
@@ -221,9 +254,10 @@ void JobImpl::Commit(UpdatePlan plan) {
   if (!core_.identity.is_lead()) SayStanding();
   // Memories are unmapped last: that takes long, and ranks wait for the commit.
   core_.RunAfter([listeners = std::move(plan.listeners), lenders = members_.table.TakeLenders(),
-                  step = plan.outcome.step, update_seconds = times.updating]() mutable {
+                  step = plan.outcome.step, update_seconds = times.updating,
+                  left = std::move(left)]() mutable {
     for (const auto& listener : listeners) {
-      if (listener != nullptr) listener->OnCommitted(step, update_seconds);
+      if (listener != nullptr) listener->OnCommitted(step, update_seconds, left);
     }
   });
 }

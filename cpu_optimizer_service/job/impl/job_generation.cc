@@ -143,7 +143,7 @@ void JobImpl::SkipStep(KeptDecision skip, absl::AnyInvocable<void() &&> then) {
           for (const auto& listener : listeners) {
             if (listener == nullptr) continue;
             listener->OnDecision(outcome, {});
-            listener->OnCommitted(outcome.step, /*update_seconds=*/0);
+            listener->OnCommitted(outcome.step, /*update_seconds=*/0, /*left=*/"");
           }
         });
         members_.table.FreeLeft();

@@ -110,6 +110,7 @@ absl::Status JobImpl::OrWithoutSpeculation(absl::FunctionRef<absl::Status()> get
   // Memory goes before its share of the budget, so that no other job is admitted into memory that
   // is still in use.
   memory_.gradients.reset();
+  memory_.directions.reset();
   memory_.store.reset();
   memory_.reservation = {};
   return get();
@@ -196,6 +197,8 @@ absl::Status JobImpl::AllocateParts() {
       memory_.gradients,
       GradientStore::Create(spec(), core_.layout, arenas,
                             journal_.kept() ? &journal_.kept()->arenas() : nullptr));
+  BALLAST_ASSIGN_OR_RETURN(memory_.directions,
+                           DirectionStore::Create(spec(), core_.layout, *core_.environment.arenas));
   return absl::OkStatus();
 }
 

@@ -534,6 +534,10 @@ class JobImpl : public Job {
   void Decide(LeadWord::Decided decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The commit point of this member.
   void KeepDecision(KeptDecision decision, Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Begins the second one, if there is one.
+  void EndFirstRound(std::shared_ptr<UpdatePlan> plan);
+  // Its decision, before any of it is carried out.
+  void KeepSecond(const SecondRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The hyper-parameters once such a step is over: with its changes, and those by operators.
   std::vector<HyperParameters> ValuesAfter(const StepSettings& settings, const StepVote& vote) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -555,7 +559,13 @@ class JobImpl : public Job {
   void TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string& story)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status CheckStepsInTable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  absl::Status RollForward(const KeptDecision& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Null: the step is committed. Else it has a second round, and the job is updating until
+  // RollForwardSecond has ended that.
+  absl::StatusOr<std::shared_ptr<StepUpdate>> RollForward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void RollForwardSecond(std::shared_ptr<StepUpdate> update);
+  // All chunks, through one round.
+  void RollForward(const StepUpdate& update, Round round);
+  void EndRollForward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status Replay(const StepWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Of each rank's attempt, into the gradients' memory and the ledger.

@@ -10,6 +10,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/job/impl/job_impl.h"
+#include "cpu_optimizer_service/job/update/second_round.h"
 
 namespace ballast {
 
@@ -93,6 +94,7 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
 
 absl::Status JobImpl::TakeOverState(std::string& story) {
   std::optional<KeptLoad> loading;
+  std::shared_ptr<StepUpdate> second_round;
   {
     JobCore::Lock lock(core_);
     is_established_ = true;
@@ -130,9 +132,11 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       absl::StrAppend(&story, ", torn: loading ", core_.record.torn_by, " did not end");
     } else if (core_.record.decision.has_value()) {
       BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
-      BALLAST_RETURN_IF_ERROR(RollForward(*std::exchange(core_.record.decision, std::nullopt)));
-      absl::StrAppend(&story, "; its step ", core_.record.committed_step,
-                      " was decided, and has been carried out to its end");
+      const uint64_t step = core_.record.decision->terms.step;
+      BALLAST_ASSIGN_OR_RETURN(second_round, RollForward());
+      absl::StrAppend(&story, "; its step ", step, " was decided, and ",
+                      second_round == nullptr ? "has been carried out to its end"
+                                              : "its second round is carried out");
     } else {
       journal_.kept()->update_lanes().FreeLeft();  // Only a decided step has updates.
       if (journal_.kept()->weights_complete()) BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
@@ -158,6 +162,7 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       AwaitDecision();
     }
   }
+  if (second_round != nullptr) RollForwardSecond(std::move(second_round));
   // Without the lock, on a thread that may wait for the disk. The gate says meanwhile that the job
   // is loading.
   if (loading.has_value()) {
@@ -212,49 +217,97 @@ void JobImpl::TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string&
 
 // ---------------------------------------------------------------- a decided step
 
-absl::Status JobImpl::RollForward(const KeptDecision& decision) {
+absl::StatusOr<std::shared_ptr<StepUpdate>> JobImpl::RollForward() {
+  const KeptDecision& decision = *core_.record.decision;
   const uint64_t step = decision.terms.step;
   if (step != core_.record.committed_step + 1) {
     return absl::DataLossError(absl::StrCat(
         "its decision is of step ", step, ", but it stands at step ", core_.record.committed_step));
   }
-  if (decision.outcome.decision.apply) {
-    const StepUpdate update = {.step = step,
-                               .hyper_parameters = decision.hyper_parameters,
-                               .multipliers = decision.outcome.decision.multipliers,
-                               .update_counts = decision.update_counts};
-    LanePool& lanes = journal_.kept()->update_lanes();
-    const uint64_t tag = CheckedWord(step);
-    std::set<uint32_t> in_lanes;
-    if (!lanes.AllLeft([&](const RedoLane& lane) {
-          return Fits(lane, core_.layout, kUpdateTurnElements) && lane.tag == tag &&
-                 in_lanes.insert(RedoWord::Unpack(lane.word).chunk).second;
-        })) {
-      return NotAsStored(journal_.kept()->arenas().WhatIs("redo"));
+  const auto update = std::make_shared<StepUpdate>();
+  if (!decision.outcome.decision.apply) {
+    memory_.store->SetStep(step);
+    EndRollForward();
+    return nullptr;
+  }
+  *update = {.step = step,
+             .hyper_parameters = decision.hyper_parameters,
+             .multipliers = decision.outcome.decision.multipliers,
+             .update_counts = decision.update_counts};
+  LanePool& lanes = journal_.kept()->update_lanes();
+  std::set<uint32_t> in_lanes;
+  if (!lanes.AllLeft([&](const RedoLane& lane) {
+        return Fits(lane, core_.layout, kUpdateTurnElements) &&
+               (lane.tag == Executor::LaneTag(step, Round::kFirst) ||
+                lane.tag == Executor::LaneTag(step, Round::kSecond)) &&
+               in_lanes.insert(RedoWord::Unpack(lane.word).chunk).second;
+      })) {
+    return NotAsStored(journal_.kept()->arenas().WhatIs("redo"));
+  }
+  // Behind all that refuses the job without it, because it frees lanes.
+  BALLAST_RETURN_IF_ERROR(
+      RestoreContributions(std::vector<uint32_t>(members_.table.size(), decision.attempt)));
+  // The gradients are all there, and the update depends on nothing else, so the bits are those of
+  // the process that died.
+  update->has_second_round = !MatricesOf(core_.layout, *update).empty();
+  RollForward(*update, Round::kFirst);
+  if (update->has_second_round) {
+    core_.gate.ResumeUpdating();
+    return update;
+  }
+  memory_.gradients->ClearAll();
+  machine_.Clear();
+  EndRollForward();
+  return nullptr;
+}
+
+// Large matrices take long, and other jobs are not to wait for them.
+void JobImpl::RollForwardSecond(std::shared_ptr<StepUpdate> update) {
+  std::optional<SecondDecision> decided;
+  {
+    const JobCore::Lock lock(core_);
+    decided = core_.record.decision->second;
+  }
+  // Without bounds: a decision looks at the weights.
+  executor_.Orthogonalize(update, {}, decided, [this, self = Self(), update](SecondRound round) {
+    update->update_counts = std::move(round.update_counts);
+    {
+      const JobCore::Lock lock(core_);
+      if (!core_.record.decision->second.has_value()) KeepSecond(round);
     }
-    // Behind all that refuses the job without it, because it frees lanes.
-    BALLAST_RETURN_IF_ERROR(
-        RestoreContributions(std::vector<uint32_t>(members_.table.size(), decision.attempt)));
-    // The gradients are all there, and the update depends on nothing else, so the bits are those of
-    // the process that died.
-    // Chunks with a lane first: then all lanes are free for the others.
-    const auto chunks = static_cast<int64_t>(core_.layout.chunks().size());
-    for (const bool with_lane : {true, false}) {
-      core_.environment.tasks->ForEach(chunks, [&](int64_t index) {
-        const int chunk = static_cast<int>(index);
-        if (!with_lane || lanes.HasLeft(chunk, tag)) executor_.RollForward(update, chunk);
-      });
-      lanes.FreeLeft();  // Of chunks that were whole.
-    }
+    RollForward(*update, Round::kSecond);
+    JobCore::Section section(core_);
     memory_.gradients->ClearAll();
     machine_.Clear();
-  } else {
-    memory_.store->SetStep(step);
-  }
+    EndRollForward();
+    core_.gate.Commit();
+    core_.NotifyStepOver();
+    saver_.SaveIfDue();
+  });
+}
+
+void JobImpl::EndRollForward() {
   Stored("all is rolled forward");
-  RecordStep(decision, /*times=*/{});
-  (void)members_.table.TakeLenders();
-  return absl::OkStatus();
+  RecordStep(*std::exchange(core_.record.decision, std::nullopt), /*times=*/{});
+  core_.RunAfter([lenders = members_.table.TakeLenders()] {});
+}
+
+void JobImpl::RollForward(const StepUpdate& update, Round round) {
+  LanePool& lanes = journal_.kept()->update_lanes();
+  const uint64_t tag = Executor::LaneTag(update.step, round);
+  // Chunks with a lane first: then all lanes are free for the others.
+  for (const bool with_lane : {true, false}) {
+    core_.environment.tasks->ForEach(
+        static_cast<int64_t>(core_.layout.chunks().size()), [&](int64_t index) {
+          const int chunk = static_cast<int>(index);
+          if (round == Round::kSecond && !executor_.HasTwoRounds(chunk)) return;
+          if (!with_lane || lanes.HasLeft(chunk, tag)) executor_.RollForward(update, chunk, round);
+        });
+    // Of chunks that were whole.
+    lanes.KeepLeft([&](const RedoLane& lane) {
+      return round == Round::kFirst && lane.tag == Executor::LaneTag(update.step, Round::kSecond);
+    });
+  }
 }
 
 // ---------------------------------------------------------------- an undecided step

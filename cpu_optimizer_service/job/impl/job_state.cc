@@ -43,7 +43,7 @@ absl::Status JobImpl::ReadShard(Generation generation, uint64_t step, int index,
     if (updating && step == core_.record.committed_step) answer = Answer::kChanging;
     if (answer != Answer::kGranted) return core_.StatusOf(answer);
     if (step != core_.record.committed_step + (updating ? 1 : 0) ||
-        memory_.store->step(index) != step) {
+        memory_.store->step(index) != step || memory_.store->is_half(index)) {
       return absl::FailedPreconditionError(absl::StrCat("chunk ", index, " of job ", spec().name,
                                                         " is at step ", memory_.store->step(index),
                                                         ", not ", step));

@@ -82,7 +82,9 @@ JobStatus JobImpl::Status() const {
   // Each of the following that applies says more than what stands before it.
   switch (machine_.stage()) {
     case StepMachine::Stage::kNone:
-      status.phase = JobPhase::kReady;
+      // A step that an earlier process decided may be carried out.
+      status.phase =
+          core_.gate.phase() == Phase::kUpdating ? JobPhase::kUpdating : JobPhase::kReady;
       break;
     case StepMachine::Stage::kOpen:
       status.phase = JobPhase::kOpen;

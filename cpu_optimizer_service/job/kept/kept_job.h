@@ -36,7 +36,9 @@
 //   said         the entry, then the log's end, then it is acknowledged.
 //   decision     the flip that has it, then any rank is notified, then the first chunk is updated.
 //   update       each turn its redo record, then the planes; the chunk's last plane, then its word
-//                in the table, then the lane is free.
+//                in the table, then the lane is free. Of a rule with two rounds: the word that the
+//                chunk is half new; once all are, the flip with the second decision; then the second
+//                round likewise. The gradients stay until the commit: directions are made of them.
 //   commit       the last chunk's word, then the flip that has the step committed and an epoch more.
 //                Words of the ledger and entries of the log count only in their epoch, so nothing is
 //                cleared.
@@ -54,7 +56,8 @@
 //
 // The next process (job_recover.cc) takes over identity, record and table. A decided step it rolls
 // forward: chunks whose word in the table has the step are done, those with a lane go on behind
-// their last turn, all others are updated from their gradients. Of an undecided step it takes the
+// their last turn, all others are updated from their gradients. Then the second round, whose
+// decision, if it is missing, is made. Of an undecided step it takes the
 // log's entries in their order and the ledger's words of the epoch; ranks that come back send what
 // was not acknowledged, and what had been half added goes on behind its last turn. If a gradient of it
 // lay in memory that is gone, or what says so is not as it was stored, the step goes by on_abort: it

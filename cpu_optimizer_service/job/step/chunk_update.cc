@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/muon.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -21,9 +22,21 @@ void* Advance(void* data, DType dtype, int64_t elements) {
   return data == nullptr ? nullptr : static_cast<std::byte*>(data) + elements * SizeBytes(dtype);
 }
 
-// Elements [begin, begin + elements), the new state from element `to_begin` of `update.to` on.
-void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64_t update_count,
-               int64_t to_begin) {
+bool HasRounds(const ChunkUpdate& update) {
+  return RowOf(update.hyper_parameters->rule).rounds > 1;
+}
+
+// Elements of a chunk with equal update counts.
+struct Elements {
+  int64_t begin = 0;
+  int64_t count = 0;
+  int64_t update_count = 0;  // 0: they stay as they are.
+  int parameter = -1;        // One of theirs; in the second round theirs.
+};
+
+// The new state from element `to_begin` of `update.to` on.
+void UpdateRun(const ChunkUpdate& update, const Elements& of, int64_t to_begin) {
+  const auto [begin, elements, update_count, parameter] = of;
   RuleRun run = {.elements = elements,
                  .gradient = Advance(update.gradient.data, update.gradient.dtype, begin),
                  .gradient_dtype = update.gradient.dtype,
@@ -31,7 +44,15 @@ void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64
                  .shard_dtype = update.shard_dtype,
                  .values = update.hyper_parameters,
                  .update_count = update_count,
-                 .multiplier = update.multiplier};
+                 .multiplier = update.multiplier,
+                 .round = update.round};
+  if (update.round == Round::kSecond) {
+    const std::vector<int64_t>& shape = update.layout->spec().parameters[parameter].shape;
+    run.multiplier = static_cast<float>(AdjustmentOf(*run.values, shape[0], shape[1]));
+  } else if (HasRounds(update) && update.from[Plane::kMaster] != update.to[Plane::kMaster]) {
+    std::memcpy(update.to[Plane::kMaster] + to_begin, update.from[Plane::kMaster] + begin,
+                elements * sizeof(float));
+  }
   size_t place = 0;
   for (const Plane plane : PlanesOf(*update.hyper_parameters)) {
     run.from[place] = update.from[plane] + begin;
@@ -58,30 +79,33 @@ void KeepRun(const ChunkUpdate& update, int64_t begin, int64_t elements) {
   }
 }
 
-// Calls visit(begin, elements, update_count) for runs of elements that tile the chunk; the count is
-// 0 for elements that are left as they are. Adjacent parameters with equal counts merge, so
-// thousands of small ones cost what one large one does.
+// Calls visit(elements) for runs that tile the chunk. Adjacent parameters with equal counts merge, so
+// thousands of small ones cost what one large one does; in the second round they do not.
 template <typename Visit>
 void VisitRuns(const ChunkUpdate& update, absl::FunctionRef<int64_t(int)> update_count_of,
                const Visit& visit) {
   int64_t run_begin = 0;
   int64_t run_end = 0;
   int64_t run_count = 0;
+  int run_parameter = -1;
   const auto finish_run = [&] {
-    if (run_begin < run_end) visit(run_begin, run_end - run_begin, run_count);
+    if (run_begin < run_end) {
+      visit(Elements{run_begin, run_end - run_begin, run_count, run_parameter});
+    }
     run_begin = run_end;
   };
   const auto keep_padding_until = [&](int64_t offset) {
     if (run_end == offset) return;
     finish_run();
-    visit(run_end, offset - run_end, int64_t{0});
+    visit(Elements{run_end, offset - run_end});
     run_begin = run_end = offset;
   };
   update.layout->VisitParts(update.chunk, [&](const ChunkPart& part) {
     keep_padding_until(part.chunk_offset);
     const int64_t count = update_count_of(part.parameter);
-    if (count != run_count) finish_run();
+    if (count != run_count || update.round == Round::kSecond) finish_run();
     run_count = count;
+    run_parameter = part.parameter;
     run_end = part.chunk_offset + part.elements;
     return true;
   });
@@ -110,14 +134,41 @@ size_t PlaceInOrder(size_t number, size_t planes) { return (number + 1) % planes
 
 void UpdateChunk(const ChunkUpdate& update,
                  absl::FunctionRef<int64_t(int parameter)> update_count_of) {
-  VisitRuns(update, update_count_of, [&](int64_t begin, int64_t elements, int64_t update_count) {
+  VisitRuns(update, update_count_of, [&](Elements run) {
     // What an earlier process has finished of this run. The rest has the same bits, since each
     // element's update depends on nothing of other elements.
-    const int64_t done = std::clamp<int64_t>(update.done - begin, 0, elements);
-    if (done == elements) return;
-    if (update_count == 0) return KeepRun(update, begin + done, elements - done);
-    UpdateRun(update, begin + done, elements - done, update_count, begin + done);
+    const int64_t done = std::clamp<int64_t>(update.done - run.begin, 0, run.count);
+    if (done == run.count) return;
+    run.begin += done;
+    run.count -= done;
+    if (run.update_count == 0) return KeepRun(update, run.begin, run.count);
+    UpdateRun(update, run, run.begin);
   });
+}
+
+void MakeDirections(const ChunkUpdate& update,
+                    absl::FunctionRef<int64_t(int parameter)> update_count_of,
+                    absl::Span<uint16_t> directions) {
+  VisitRuns(update, update_count_of, [&](const Elements& run) {
+    uint16_t* const out = directions.data() + run.begin;
+    if (run.update_count == 0) return void(std::fill_n(out, run.count, uint16_t{0}));
+    RuleRun rule_run = {.elements = run.count,
+                        .gradient = Advance(update.gradient.data, update.gradient.dtype, run.begin),
+                        .gradient_dtype = update.gradient.dtype,
+                        .shard = out,
+                        .shard_dtype = DType::kBFloat16,
+                        .values = update.hyper_parameters,
+                        .update_count = run.update_count,
+                        .multiplier = update.multiplier};
+    rule_run.from[1] = update.from[Plane::kMomentumBuffer] + run.begin;
+    UpdateByRule(rule_run);
+  });
+}
+
+std::vector<Plane> PlanesWritten(const HyperParameters& values, Round round) {
+  const PlaneList planes = PlanesOf(values);
+  if (RowOf(values.rule).rounds == 1) return {planes.begin(), planes.end()};
+  return {round == Round::kFirst ? Plane::kMomentumBuffer : Plane::kMaster};
 }
 
 TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
@@ -143,11 +194,12 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
   std::array<std::array<float, kTrialElements>, kMaxPlanes> scratch;
   ChunkUpdate piece = update;
   piece.shard = nullptr;
-  VisitRuns(update, update_count_of, [&](int64_t begin, int64_t elements, int64_t update_count) {
-    const int64_t end = begin + elements;
+  VisitRuns(update, update_count_of, [&](const Elements& run) {
+    int64_t begin = run.begin;
+    const int64_t end = begin + run.count;
     for (; begin < end && !trial.non_finite.has_value(); begin += kTrialElements) {
       const int64_t count = std::min(kTrialElements, end - begin);
-      if (update_count == 0) {
+      if (run.update_count == 0) {
         // What stays as it is counts as well: the bounds are of all of the group's state.
         look(update.from, begin, begin, count);
         continue;
@@ -156,7 +208,7 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
         piece.to.planes[static_cast<size_t>(planes[place])] = scratch[place].data();
       }
       // The kernel that the real update runs, so that its values are those that would be stored.
-      UpdateRun(piece, begin, count, update_count, /*to_begin=*/0);
+      UpdateRun(piece, {begin, count, run.update_count, run.parameter}, /*to_begin=*/0);
       look(piece.to, 0, begin, count);
     }
   });

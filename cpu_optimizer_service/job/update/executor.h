@@ -37,6 +37,13 @@ struct UpdatePlan {
   Speculation::Settled speculation;
 };
 
+// What a second round does (second_round.h).
+struct SecondRound {
+  SecondDecision decision;
+  std::vector<StateBounds> bounds;     // By group, of the state after it.
+  std::vector<int64_t> update_counts;  // StepUpdate's, with 0 for matrices that are left.
+};
+
 class Executor {
  public:
   // All outlive it.
@@ -108,10 +115,25 @@ class Executor {
   UpdatePlan MakePlan(Draft decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The decision is stored. Tells the ranks, updates, and sends the weights; then calls `then`.
   void CarryOut(std::shared_ptr<UpdatePlan> plan, std::function<void()> then);
+  // ---- second_round.cc, once a first round has ended
+  // Makes the directions, from gradients and state, and orthogonalizes them, matrix after matrix;
+  // then calls `then` on an engine's thread. `bounds`: by group, before it; empty: unknown.
+  // `decided`: nothing is left to decide, and matrices that are done are left out.
+  void Orthogonalize(std::shared_ptr<const StepUpdate> update, std::vector<StateBounds> bounds,
+                     const std::optional<SecondDecision>& decided,
+                     std::function<void(SecondRound)> then);
+  // Its decision is stored. Updates, and sends the weights; then calls `then`.
+  void CarryOutSecond(std::shared_ptr<UpdatePlan> plan, SecondRound round,
+                      std::function<void()> then);
+
   // For the chunk in state `from`; the caller sets the destinations.
-  ChunkUpdate UpdateOf(const StepUpdate& update, int chunk, const Slot& from) const;
+  ChunkUpdate UpdateOf(const StepUpdate& update, int chunk, const Slot& from,
+                       Round round = Round::kFirst) const;
   // For a step that an earlier process decided, from the state in which that left the chunk.
-  void RollForward(const StepUpdate& update, int chunk);
+  void RollForward(const StepUpdate& update, int chunk, Round round);
+  bool HasTwoRounds(int chunk) const;
+  // The tag of an update's lane.
+  static uint64_t LaneTag(uint64_t step, Round round);
 
  private:
   // Runs tasks of one chunk near its memory.
@@ -129,14 +151,24 @@ class Executor {
                                                   const absl::StatusOr<ChunkStore::Write>& write);
 
   void UpdateTo(const StepUpdate& update, int chunk, const ChunkStore::Write& write,
-                const WeightBuffer& weights, RedoLane* redo = nullptr);
+                const WeightBuffer& weights, RedoLane* redo = nullptr, Round round = Round::kFirst);
+  // Whether that round of the step leaves the chunk half new.
+  bool IsHalf(const StepUpdate& update, int chunk, Round round) const;
+  void Publish(const ChunkStore::Write& write, const StepUpdate& update, Round round);
+  struct Orthogonalizing;
+  bool NeedsOrthogonal(const Orthogonalizing& work, int parameter) const;
+  void MakeDirections(const StepUpdate& update, int chunk);
+  void RunNextLoop(std::shared_ptr<Orthogonalizing> work);
+  void BeginMatrix(Orthogonalizing& work);
+  void EndMatrix(Orthogonalizing& work);
+  double LargestWeight(int parameter) const;  // Its magnitude.
   int64_t WeightBytes(int chunk) const;
   void CountWeights(int chunk, const WeightBuffer& weights) {
     core_.traffic.CountWeights(WeightBytes(chunk), weights.in_place());
   }
   WeightBuffer BufferFor(const UpdatePlan& plan, int chunk, bool gradient_may_go);
   void CarryOutChunk(const UpdatePlan& plan, int chunk);
-  void ApplyToChunk(const UpdatePlan& plan, int chunk);
+  void ApplyToChunk(const UpdatePlan& plan, int chunk, Round round);
   void SendPublishedWeights(const UpdatePlan& plan, int chunk);
 
   JobCore& core_;

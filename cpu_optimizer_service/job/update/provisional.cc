@@ -22,6 +22,8 @@ std::optional<Speculation::Task> Executor::SpeculateIfWorthwhile(int index, doub
   const bool is_open = machine_.stage() == StepMachine::Stage::kOpen;
   if (is_open && !machine_.agreement()->IsLive(owner)) return std::nullopt;
   speculation_.AddSquaredNorm(index, squared_norm);
+  // Newton-Schulz begins from decided directions alone.
+  if (HasTwoRounds(index)) return std::nullopt;
   // A chunk of zeros alone is most likely unused, and will be skipped.
   if (core_.spec().unused_policy == UnusedPolicy::kSkip && memory_.gradients->is_zero(index)) {
     return std::nullopt;

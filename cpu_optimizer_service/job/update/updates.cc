@@ -6,8 +6,12 @@
 #include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/update/executor.h"
+#include "cpu_optimizer_service/job/update/second_round.h"
 
 namespace ballast {
+
+// Whose weights do not go back yet.
+static const std::shared_ptr<RankListener> kNoListener;
 
 UpdatePlan Executor::MakePlan(Draft decided) {
   UpdatePlan plan = {.outcome = std::move(decided.outcome),
@@ -15,6 +19,8 @@ UpdatePlan Executor::MakePlan(Draft decided) {
                      .listeners = ranks_.ByRank(),
                      .weights_in_place = ranks_.WeightsMemories(),
                      .speculation = {}};
+  plan.update.has_second_round =
+      plan.outcome.decision.apply && !MatricesOf(core_.layout, plan.update).empty();
   if (!CanSpeculate()) {
     plan.speculation.chunks_left = static_cast<int64_t>(core_.layout.chunks().size());
     return plan;
@@ -54,22 +60,48 @@ int64_t Executor::WeightBytes(int index) const {
   return chunk.elements * SizeBytes(core_.spec().groups[chunk.group].return_dtype);
 }
 
-ChunkUpdate Executor::UpdateOf(const StepUpdate& update, int index, const Slot& from) const {
+bool Executor::HasTwoRounds(int chunk) const {
+  return RowOf(core_.spec().groups[core_.layout.chunks()[chunk].group].hyper_parameters.rule)
+             .rounds > 1;
+}
+
+uint64_t Executor::LaneTag(uint64_t step, Round round) {
+  return CheckedWord(2 * step + (round == Round::kSecond ? 1 : 0));
+}
+
+bool Executor::IsHalf(const StepUpdate& update, int chunk, Round round) const {
+  return round == Round::kFirst && update.has_second_round && HasTwoRounds(chunk);
+}
+
+void Executor::Publish(const ChunkStore::Write& write, const StepUpdate& update, Round round) {
+  if (IsHalf(update, write.chunk, round)) {
+    memory_.store->PublishHalf(write, update.step);
+  } else {
+    memory_.store->Publish(write, update.step);
+  }
+}
+
+ChunkUpdate Executor::UpdateOf(const StepUpdate& update, int index, const Slot& from,
+                               Round round) const {
   const int group = core_.layout.chunks()[index].group;
   return {.layout = &core_.layout,
           .chunk = index,
-          .gradient = memory_.gradients->view(index),
+          .gradient = round == Round::kFirst
+                          ? memory_.gradients->view(index)
+                          : GradientView{.data = memory_.directions->of_chunk(index).data(),
+                                         .dtype = DType::kBFloat16},
           .from = from,
           .to = {},
           .hyper_parameters = &update.hyper_parameters[group],
           .multiplier = update.multipliers[group],
+          .round = round,
           .shard = nullptr,
           .shard_dtype = core_.spec().groups[group].return_dtype};
 }
 
 void Executor::UpdateTo(const StepUpdate& update, int index, const ChunkStore::Write& write,
-                        const WeightBuffer& weights, RedoLane* redo) {
-  ChunkUpdate chunk = UpdateOf(update, index, write.from);
+                        const WeightBuffer& weights, RedoLane* redo, Round round) {
+  ChunkUpdate chunk = UpdateOf(update, index, write.from, round);
   chunk.to = write.to;
   chunk.shard = weights.data();
   chunk.redo = redo;
@@ -88,7 +120,7 @@ void Executor::CarryOutChunk(const UpdatePlan& plan, int chunk) {
   using Left = Speculation::Settled::Left;
   switch (plan.speculation.left.empty() ? Left::kUpdate : plan.speculation.left[chunk]) {
     case Left::kUpdate:
-      return ApplyToChunk(plan, chunk);
+      return ApplyToChunk(plan, chunk, Round::kFirst);
     case Left::kSend:
       return SendPublishedWeights(plan, chunk);
     case Left::kNothing:
@@ -110,26 +142,30 @@ void Executor::SendPublishedWeights(const UpdatePlan& plan, int index) {
   listener->OnWeights(plan.update.step, index, std::move(weights));
 }
 
-void Executor::ApplyToChunk(const UpdatePlan& plan, int index) {
+void Executor::ApplyToChunk(const UpdatePlan& plan, int index, Round round) {
   const Chunk& chunk = core_.layout.chunks()[index];
-  const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
-  auto write = memory_.store->BeginWrite(index, Destination::kInPlaceIfFree);
+  const std::shared_ptr<RankListener>& listener =
+      IsHalf(plan.update, index, round) ? kNoListener : plan.listeners[chunk.rank];
+  auto write = memory_.store->BeginWrite(
+      index, round == Round::kSecond ? Destination::kInPlace : Destination::kInPlaceIfFree);
   // A pinned chunk has a slot reserved, so there is always a place.
   Check(write.ok(), "a decided chunk has a place to be written to");
   RedoLane* const lane = journal_.kept() != nullptr && write->in_place
                              ? journal_.kept()->update_lanes().Take(
-                                   index, CheckedWord(plan.update.step), /*may_wait=*/true)
+                                   index, LaneTag(plan.update.step, round), /*may_wait=*/true)
                              : nullptr;
-  // What is written elsewhere has no lane: a later process computes it from the gradient again.
-  const bool gradient_may_go = journal_.kept() == nullptr || lane != nullptr;
+  // What is written elsewhere has no lane: a later process computes it from the gradient again. So it
+  // does with the directions of a second round.
+  const bool gradient_may_go =
+      journal_.kept() == nullptr || (lane != nullptr && round == Round::kFirst);
   WeightBuffer weights;
   if (listener != nullptr) weights = BufferFor(plan, index, gradient_may_go);
   {
     const TraceSpan span(core_.trace, TraceEventKind::kUpdated, plan.update.step, index);
-    UpdateTo(plan.update, index, *write, weights, lane);
+    UpdateTo(plan.update, index, *write, weights, lane, round);
   }
   if (!write->in_place) Stored("a new version of a chunk");
-  memory_.store->Publish(*write, plan.update.step);
+  Publish(*write, plan.update, round);
   // After the chunk's word: up to that a later process needs the lane to go on with the update.
   if (lane != nullptr) journal_.kept()->update_lanes().Give(lane);
   if (listener == nullptr) return;
@@ -138,17 +174,21 @@ void Executor::ApplyToChunk(const UpdatePlan& plan, int index) {
 }
 
 // May itself be cut off by a death, and be done again by the next process.
-void Executor::RollForward(const StepUpdate& update, int index) {
-  // Its word is stored, so the update is whole.
-  if (memory_.store->step(index) == update.step) return;
+void Executor::RollForward(const StepUpdate& update, int index, Round round) {
+  // Its word is stored, so the round is whole.
+  if (memory_.store->step(index) == update.step &&
+      (round == Round::kFirst || !memory_.store->is_half(index))) {
+    return;
+  }
   LanePool& lanes = journal_.kept()->update_lanes();
-  const uint64_t tag = CheckedWord(update.step);
+  const uint64_t tag = LaneTag(update.step, round);
   // A chunk with a lane is half new where it lies.
+  const bool in_place = round == Round::kSecond || lanes.HasLeft(index, tag);
   auto write = memory_.store->BeginWrite(
-      index, lanes.HasLeft(index, tag) ? Destination::kInPlace : Destination::kInPlaceIfFree);
+      index, in_place ? Destination::kInPlace : Destination::kInPlaceIfFree);
   Check(write.ok(), "nothing is pinned while a job is taken over");
   RedoLane* const lane = write->in_place ? lanes.Take(index, tag, /*may_wait=*/true) : nullptr;
-  ChunkUpdate chunk = UpdateOf(update, index, write->from);
+  ChunkUpdate chunk = UpdateOf(update, index, write->from, round);
   chunk.to = write->to;
   chunk.redo = lane;
   if (lane != nullptr) {
@@ -157,14 +197,13 @@ void Executor::RollForward(const StepUpdate& update, int index) {
     // it is copied once more. A lane that was just taken names a turn of no elements.
     RedoTurn& turn = lane->turns[word.turn];
     int place = 0;
-    for (float* const to : chunk.to.planes) {
-      if (to == nullptr) continue;
-      std::copy_n(turn.plane(place++), word.count, to + (word.done - word.count));
+    for (const Plane plane : PlanesWritten(*chunk.hyper_parameters, round)) {
+      std::copy_n(turn.plane(place++), word.count, chunk.to[plane] + (word.done - word.count));
     }
     chunk.done = word.done;
   }
   UpdateChunk(chunk, [&](int parameter) { return update.update_counts[parameter]; });
-  memory_.store->Publish(*write, update.step);
+  Publish(*write, update, round);
   if (lane != nullptr) lanes.Give(lane);
 }
 

@@ -99,7 +99,7 @@ function speculation({ update_mode: mode, speculation: counts }) {
 
 const FIRST_DECADE = -12; // PlaneSummary in state.proto.
 
-const OPTIMIZERS = { SGD: "SGD", LION: "Lion", ADAGRAD: "Adagrad", SIGN_SGD: "SignSGD" };
+const OPTIMIZERS = { SGD: "SGD", LION: "Lion", ADAGRAD: "Adagrad", SIGN_SGD: "SignSGD", MUON: "Muon" };
 const optimizer = ({ rule, decoupled_weight_decay: decoupled }) => (rule === "ADAM" ? (decoupled ? "AdamW" : "Adam") : OPTIMIZERS[rule] || rule);
 
 // All but the learning rate; of switches those that are not as usual.

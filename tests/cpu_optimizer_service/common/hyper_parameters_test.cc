@@ -64,6 +64,11 @@ TEST(HyperParameterOverrides, ChangeWhatTheyNameAndNothingElse) {
                                        .dampening = 0.6,
                                        .nesterov = true,
                                        .lr_decay = 0.7,
+                                       .ns_steps = 2,
+                                       .ns_a = 0.8,
+                                       .ns_b = 0.9,
+                                       .ns_c = 1.1,
+                                       .match_rms_adamw = true,
                                        .maximize = true};
   EXPECT_EQ(Apply(base, all), (HyperParameters{.lr = 1,
                                                .beta1 = 0.1,
@@ -77,6 +82,11 @@ TEST(HyperParameterOverrides, ChangeWhatTheyNameAndNothingElse) {
                                                .dampening = 0.6,
                                                .nesterov = true,
                                                .lr_decay = 0.7,
+                                               .ns_steps = 2,
+                                               .ns_a = 0.8,
+                                               .ns_b = 0.9,
+                                               .ns_c = 1.1,
+                                               .match_rms_adamw = true,
                                                .maximize = true}));
 }
 
@@ -87,6 +97,7 @@ TEST(HyperParameters, AreWrittenWithTheFewestDigitsThatReadBackTheSame) {
   EXPECT_THAT(ToString(HyperParameters{.lr = 1.0 / 3, .maximize = true}),
               testing::AllOf(HasSubstr("lr=0.3333333333333333 "), HasSubstr("maximize=true")));
   EXPECT_EQ(ToString(DefaultsOf(Rule::kSignSgd)), "signsgd lr=0.001 weight_decay=0 maximize=false");
+  EXPECT_THAT(ToString(DefaultsOf(Rule::kMuon)), HasSubstr(" ns_steps=5 ns_a=3.4445 ns_b=-4.775 "));
 }
 
 TEST(Rule, EachHasARowWithNamesOfFields) {
@@ -128,6 +139,10 @@ TEST(Rule, RefusesByNameWhatTorchRefuses) {
   refused(Rule::kSgd, [](Values& v) { v.momentum = 0.9, v.nesterov = true, v.dampening = 0.1; });
   refused(Rule::kLion, [](Values& v) { v.beta2 = 1; });
   refused(Rule::kAdagrad, [](Values& v) { v.eps = -1; });
+  refused(Rule::kMuon, [](Values& v) { v.momentum = -0.1; });
+  refused(Rule::kMuon, [](Values& v) { v.ns_steps = 100; });
+  refused(Rule::kMuon, [](Values& v) { v.ns_steps = -1; });
+  refused(Rule::kMuon, [](Values& v) { v.ns_b = -INFINITY; });
   refused(Rule::kAdagrad, [](Values& v) { v.lr_decay = -1; });
   refused(Rule::kAdagrad, [](Values& v) { v.initial_accumulator_value = -1; });
   // What a rule does not have is not looked at.

@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "cpu_optimizer_service/common/rule.h"
 #include "tests/support/messages.h"
 
 namespace ballast::job_spec_test {
@@ -108,6 +109,24 @@ TEST(JobSpec, EachRankHasAHomeAndEachMemberARank) {
   expect_refused([](JobSpec& spec) { spec.members[1].address.assign(301, 'x'); });
   expect_refused([](JobSpec& spec) { spec.members.resize(1025); });
   expect_refused([](JobSpec& spec) { spec.layout.world_size = -1; });
+}
+
+TEST(JobSpec, ARuleOfTwoRoundsTakesWholeMatricesOfOneService) {
+  const auto with_muon = [](JobSpec spec) {
+    for (GroupSpec& group : spec.groups) group.hyper_parameters = DefaultsOf(Rule::kMuon);
+    for (ParameterSpec& parameter : spec.layout.parameters) parameter.shape = {2, 128};
+    return spec;
+  };
+  JobSpec spec = with_muon(Spec());
+  EXPECT_TRUE(Validate(spec).ok());
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{7}, {}, {2, 3, 4}}) {
+    spec.layout.parameters[0].shape = shape;
+    spec.layout.parameters[0].trainable = true;
+    EXPECT_TRUE(Refused(Validate(spec), absl::StatusCode::kInvalidArgument));
+    spec.layout.parameters[0].trainable = false;
+    EXPECT_TRUE(Validate(spec).ok());
+  }
+  EXPECT_TRUE(Refused(Validate(with_muon(OverMembers())), absl::StatusCode::kInvalidArgument));
 }
 
 TEST(JobSpec, FirstDifferenceComparesMembers) {

@@ -111,6 +111,8 @@ TEST(StateBounds, HoldForEveryElement) {
     }
     UpdateReference(run);
     for (size_t place = 0; place < planes.size(); ++place) {
+      // The first of two rounds does not write it.
+      if (place == 0 && RowOf(rule).rounds > 1) continue;
       for (const float value : state[place]) {
         ASSERT_LE(std::fabs(value), bounds.planes[place])
             << Name(planes[place]) << " of " << ToString(values);

@@ -108,9 +108,10 @@ class RecordingListener : public RankListener {
     bytes.reset();
     if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
   }
-  void OnCommitted(uint64_t step, double update_seconds) override {
+  void OnCommitted(uint64_t step, double update_seconds, const std::string& left) override {
     MutexLock lock(mutex_);
     committed_ = step;
+    left_ = left;
     changed_.NotifyAll();
   }
   void OnDetached(const absl::Status& status) override {
@@ -175,6 +176,11 @@ class RecordingListener : public RankListener {
     MutexLock lock(mutex_);
     return detached_;
   }
+  // Of the last committed step.
+  std::string left() const {
+    MutexLock lock(mutex_);
+    return left_;
+  }
   // By chunk; nullopt where the pool was empty.
   std::map<int, std::optional<std::vector<std::byte>>> shards() const {
     MutexLock lock(mutex_);
@@ -199,6 +205,7 @@ class RecordingListener : public RankListener {
   std::map<int, std::optional<std::vector<std::byte>>> provisional_ ABSL_GUARDED_BY(mutex_);
   std::map<int, std::optional<std::vector<std::byte>>> shards_ ABSL_GUARDED_BY(mutex_);
   uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::string left_ ABSL_GUARDED_BY(mutex_);
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
 };
 

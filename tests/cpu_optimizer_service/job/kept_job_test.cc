@@ -109,8 +109,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 2676u);
-  EXPECT_EQ(HashOf(bytes), "dac549bcf0097d1457be2208af668705da68e76e34dcab416e32e03c924cbb0e");
+  EXPECT_EQ(bytes.size(), 3061u);
+  EXPECT_EQ(HashOf(bytes), "7b310b1bc0badd4a9afad7592abd2835149adc13bfcd080c3af43671c4970ad8");
 }
 
 }  // namespace

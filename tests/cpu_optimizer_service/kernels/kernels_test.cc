@@ -16,15 +16,20 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/floating_point_mode.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/rules/adam.h"
+#include "cpu_optimizer_service/common/rules/newton_schulz.h"
+#include "cpu_optimizer_service/kernels/newton_schulz.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/kernels/guarded_array.h"
@@ -123,12 +128,15 @@ struct UpdateCase {
   int64_t elements;
   int64_t shift;  // Of every array, in elements, from an aligned address.
   bool in_place;
+  Round round = Round::kFirst;
+  bool is_again = false;  // Of two rounds, the first one's direction again.
 };
 
 std::string Describe(const UpdateCase& c) {
   return absl::StrCat(ToString(c.values), " gradient ", int{static_cast<uint8_t>(c.gradient_dtype)},
                       " shard ", c.shard_dtype ? int{static_cast<uint8_t>(*c.shard_dtype)} : -1,
-                      " elements ", c.elements, " shift ", c.shift, " in place ", c.in_place);
+                      " elements ", c.elements, " shift ", c.shift, " in place ", c.in_place,
+                      " second round ", c.round == Round::kSecond, " again ", c.is_again);
 }
 
 // Sources and destinations of one update, for the reference and the kernel alike.
@@ -155,11 +163,13 @@ struct Planes {
                    .shard_dtype = c.shard_dtype.value_or(DType::kFloat32),
                    .values = &c.values,
                    .update_count = update_count,
-                   .multiplier = 0.75f};
+                   .multiplier = 0.75f,
+                   .round = c.round};
     for (size_t place = 0; place < PlanesOf(c.values).size(); ++place) {
       run.from[place] = old_state[place].floats();
       run.to[place] = to[place].floats();
     }
+    if (c.is_again) run.to[1] = nullptr;
     return run;
   }
   AdamRun Run(const UpdateCase& c, const AdamScalars& scalars) {
@@ -193,11 +203,22 @@ void ExpectSame(const UpdateCase& c, const Planes& actual, const Planes& expecte
 }
 
 void ExpectKernelEqualsReference(const UpdateCase& c, uint32_t seed, uint32_t special_every = 4) {
-  Planes expected(c, seed, special_every);
-  Planes actual(c, seed, special_every);
-  UpdateReference(expected.Run(c, 1 + seed % 50));
-  UpdateByRule(actual.Run(c, 1 + seed % 50));
-  ExpectSame(c, actual, expected);
+  std::vector<UpdateCase> rounds = {c};
+  if (RowOf(c.values.rule).rounds > 1) {
+    rounds.push_back(c);
+    rounds.back().round = Round::kSecond;
+    if (c.shard_dtype.has_value()) {
+      rounds.push_back(c);
+      rounds.back().is_again = true;
+    }
+  }
+  for (const UpdateCase& each : rounds) {
+    Planes expected(each, seed, special_every);
+    Planes actual(each, seed, special_every);
+    UpdateReference(expected.Run(each, 1 + seed % 50));
+    UpdateByRule(actual.Run(each, 1 + seed % 50));
+    ExpectSame(each, actual, expected);
+  }
 }
 
 void ExpectKernelEqualsReference(const UpdateCase& c, const AdamScalars& scalars, uint32_t seed,
@@ -228,7 +249,8 @@ std::vector<HyperParameters> EveryOption() {
   }
   for (const RuleRow& row : Rules().subspan(1)) {
     for (const int flags : {0, 1, 2, 3, 4, 5}) {
-      if (row.defaults.rule != Rule::kSgd && flags % 2 == 0) continue;  // They have fewer options.
+      // The others have fewer options.
+      if (row.defaults.rule != Rule::kSgd && flags % 2 == 0) continue;
       HyperParameters values = row.defaults;
       values.lr = flags == 5 ? 3 : 0.01;  // Above 1 no product may be left out.
       values.weight_decay = flags % 2 == 0 ? 0 : 0.1;
@@ -305,6 +327,87 @@ TEST_P(KernelTest, UpdateMayLeaveTheShardWhereTheGradientWas) {
         ASSERT_TRUE(Same(actual.old_state[0], expected.old_state[0])) << Describe(c);
       }
     }
+  }
+}
+
+// --- Newton-Schulz ---
+
+std::vector<uint16_t> AnyMatrix(int64_t elements, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<uint16_t> matrix(elements);
+  for (uint16_t& value : matrix) {
+    value = FloatToBFloat16(static_cast<float>(static_cast<int32_t>(random())) * 0x1p-31f);
+  }
+  return matrix;
+}
+
+std::vector<uint16_t> Orthogonalized(std::vector<uint16_t> matrix, int64_t rows, int64_t columns,
+                                     const HyperParameters& values) {
+  std::vector<float> memory(NewtonSchulzScratch(rows, columns) + 16,
+                            std::numeric_limits<float>::quiet_NaN());
+  float* const aligned =
+      reinterpret_cast<float*>(RoundUp(reinterpret_cast<uintptr_t>(memory.data()), uintptr_t{64}));
+  NewtonSchulz newton_schulz(rows, columns, values,
+                             absl::MakeSpan(aligned, NewtonSchulzScratch(rows, columns)));
+  std::ranges::copy(matrix, newton_schulz.direction().begin());
+  for (const Loop& loop : newton_schulz.loops()) {
+    // In another order than threads would take.
+    for (int64_t i = loop.count; i-- > 0;) loop.body(i);
+  }
+  const absl::Span<const uint16_t> result = newton_schulz.orthogonal();
+  return {result.begin(), result.end()};
+}
+
+TEST_P(KernelTest, NewtonSchulzEqualsTheReference) {
+  uint32_t seed = 0;
+  const std::pair<int64_t, int64_t> shapes[] = {{1, 1},    {1, 70},  {70, 1},   {5, 5},
+                                                {16, 64},  {64, 16}, {67, 129}, {65, 64},
+                                                {33, 300}, {270, 40}};
+  for (const auto& [rows, columns] : shapes) {
+    for (const int32_t steps : {0, 1, 5}) {
+      HyperParameters values = DefaultsOf(Rule::kMuon);
+      values.ns_steps = steps;
+      std::vector<uint16_t> expected = AnyMatrix(rows * columns, ++seed);
+      // Some rows whose products are denormal, which are kept, whatever mode the caller is in.
+      for (int64_t i = 0; i < rows * columns && seed % 2 == 0; ++i) {
+        const int exponent = -60 * static_cast<int>(i / columns % 3);
+        const float value = LoadElement(expected.data(), DType::kBFloat16, i);
+        expected[i] = FloatToBFloat16(std::ldexp(value, exponent));
+      }
+      const ScopedFloatingPointMode mode(Denormals::kFlush);
+      const std::vector<uint16_t> actual = Orthogonalized(expected, rows, columns, values);
+      OrthogonalizeReference(absl::MakeSpan(expected), rows, columns, values);
+      ASSERT_EQ(actual, expected) << rows << " x " << columns << " steps " << steps;
+    }
+  }
+}
+
+TEST_P(KernelTest, NewtonSchulzMakesNearlyOrthogonalRows) {
+  constexpr int64_t kRows = 24;
+  constexpr int64_t kColumns = 100;
+  const std::vector<uint16_t> o =
+      Orthogonalized(AnyMatrix(kRows * kColumns, 3), kRows, kColumns, DefaultsOf(Rule::kMuon));
+  const auto at = [&](int64_t i, int64_t j) {
+    return double{LoadElement(o.data(), DType::kBFloat16, i * kColumns + j)};
+  };
+  for (int64_t i = 0; i < kRows; ++i) {
+    for (int64_t other = 0; other < kRows; ++other) {
+      double product = 0;
+      for (int64_t j = 0; j < kColumns; ++j) product += at(i, j) * at(other, j);
+      // Its singular values are 0.7 to 1.2: the coefficients give speed, not an exact 1.
+      EXPECT_NEAR(product, i == other ? 1 : 0, 0.5) << i << " " << other;
+    }
+  }
+}
+
+TEST_P(KernelTest, NewtonSchulzOfZerosIsZeroAndOfWhatIsNotFiniteNotFinite) {
+  const HyperParameters values = DefaultsOf(Rule::kMuon);
+  std::vector<uint16_t> matrix(12 * 20);
+  EXPECT_EQ(Orthogonalized(matrix, 12, 20, values), matrix);
+  for (const uint16_t bits : {uint16_t{0x7f80}, uint16_t{0x7fc0}}) {
+    matrix[77] = bits;
+    const std::vector<uint16_t> o = Orthogonalized(matrix, 12, 20, values);
+    EXPECT_TRUE(std::ranges::any_of(o, [](uint16_t x) { return (x & 0x7f80) == 0x7f80; }));
   }
 }
 

@@ -9,7 +9,7 @@ covers it.
 
 Format, one line each:
     case NAME
-    group RULE ELEMENTS SEED SCALE_EXPONENT HYPER_PARAMETER=VALUE...
+    group RULE ELEMENTS SEED SCALE_EXPONENT HYPER_PARAMETER=VALUE... [rows=ROWS]
     PLANE HEX...    fp32 bits of each plane that the rule has
 """
 
@@ -21,6 +21,7 @@ import torch
 
 STEPS = 100
 ELEMENTS = 67
+MATRIX_ELEMENTS = 84
 
 
 def hashed(seed, step, elements):
@@ -53,6 +54,8 @@ DEFAULTS = dict(
     lion=dict(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0, maximize=False),
     adagrad=dict(lr=1e-2, eps=1e-10, weight_decay=0.0, lr_decay=0.0, initial_accumulator_value=0.0, maximize=False),
     signsgd=dict(lr=1e-3, weight_decay=0.0, maximize=False),
+    muon=dict(lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_a=3.4445, ns_b=-4.775, ns_c=2.0315, eps=1e-7,
+              ns_steps=5, match_rms_adamw=False),
 )
 
 
@@ -111,6 +114,21 @@ def other_cases():
             together=dict(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1, weight_decay=0.02, maximize=True, scale=0),
         ),
         signsgd=dict(defaults={}, weight_decay=dict(weight_decay=0.2), maximize=dict(lr=0.01, maximize=True)),
+        muon=dict(
+            defaults={},
+            # With lr so small a bf16 value that is rounded the other way is less than what the test allows.
+            tall=dict(lr=1e-4, rows=12),
+            row=dict(rows=1),
+            weight_decay=dict(lr=1e-4, weight_decay=0.0),
+            momentum=dict(lr=1e-4, momentum=0.8),
+            no_nesterov=dict(lr=1e-4, nesterov=False, rows=12),
+            ns=dict(ns_steps=3, ns_a=3.0, ns_b=-3.2, ns_c=1.2),
+            eps=dict(eps=10.0),
+            match_rms_adamw=dict(lr=1e-4, match_rms_adamw=True, rows=12),
+            together=dict(
+                lr=3e-4, weight_decay=0.5, momentum=0.9, nesterov=False, ns_steps=6, match_rms_adamw=True, scale=3
+            ),
+        ),
     )
     for rule, cases in of_rule.items():
         for name, options in cases.items():
@@ -143,6 +161,18 @@ class SignSGD(torch.optim.Optimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(torch.sign(gradient) * group["lr"])
 
 
+def exact_newton_schulz(grad, ns_coefficients, ns_steps, eps):
+    """torch's lines in fp64. torch runs them in bf16, whose three digits would hide what is to be compared."""
+    a, b, c = ns_coefficients
+    x = grad.bfloat16().double()
+    x = x.T if grad.size(0) > grad.size(1) else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return (x.T if grad.size(0) > grad.size(1) else x).bfloat16()
+
+
 def make_optimizer(groups, parameters):
     """groups: of one rule."""
     given = []
@@ -150,12 +180,17 @@ def make_optimizer(groups, parameters):
         values = {name: value for name, value in group.items() if name in DEFAULTS[group["rule"]]}
         if group["rule"] == "adam":
             values["betas"] = (values.pop("beta1"), values.pop("beta2"))
+        if group["rule"] == "muon":
+            values["ns_coefficients"] = tuple(values.pop(name) for name in ("ns_a", "ns_b", "ns_c"))
+            values["adjust_lr_fn"] = "match_rms_adamw" if values.pop("match_rms_adamw") else None
         given.append(dict(values, params=[parameter]))
     rule = groups[0]["rule"]
     if rule == "lion":
         return Lion(given, {})
     if rule == "signsgd":
         return SignSGD(given, {})
+    if rule == "muon":
+        return torch.optim.Muon(given)
     if rule == "adam":
         kind = torch.optim.AdamW if groups[0]["decoupled_weight_decay"] else torch.optim.Adam
         return kind(given, foreach=False)
@@ -167,26 +202,29 @@ def make_optimizer(groups, parameters):
 
 def run_case(name, groups, seed):
     groups = [dict(dict(DEFAULTS[g["rule"]], scale=-3), **g, seed=seed + i) for i, g in enumerate(groups)]
-    parameters = [torch.nn.Parameter(torch.from_numpy(values(g["seed"], 0, ELEMENTS, 0))) for g in groups]
+    elements = MATRIX_ELEMENTS if groups[0]["rule"] == "muon" else ELEMENTS
+    shape = (groups[0].setdefault("rows", 7), -1) if groups[0]["rule"] == "muon" else (-1,)
+    parameters = [torch.nn.Parameter(torch.from_numpy(values(g["seed"], 0, elements, 0)).reshape(shape)) for g in groups]
     optimizer = make_optimizer(groups, parameters)
     for step in range(1, STEPS + 1):
         for g, parameter in zip(groups, parameters):
-            parameter.grad = torch.from_numpy(gradient(g["seed"], step, ELEMENTS, g["scale"]))
+            parameter.grad = torch.from_numpy(gradient(g["seed"], step, elements, g["scale"])).reshape(shape)
         optimizer.step()
 
     print("case", name)
     for g, parameter in zip(groups, parameters):
-        print("group", g["rule"], ELEMENTS, g["seed"], g["scale"],
+        print("group", g["rule"], elements, g["seed"], g["scale"],
               *(f"{key}={float(value)!r}" for key, value in g.items() if key not in ("rule", "seed", "scale")))
         state = optimizer.state[parameter]
         planes = dict(master=parameter.detach(), **{key: value for key, value in state.items() if key != "step"})
         for plane, tensor in planes.items():
             if tensor is not None:
-                print(plane, *(f"{bits:08x}" for bits in tensor.numpy().view(np.uint32)))
+                print(plane, *(f"{bits:08x}" for bits in tensor.numpy().reshape(-1).view(np.uint32)))
 
 
 def main():
     torch.set_num_threads(1)
+    torch.optim._muon._zeropower_via_newtonschulz = exact_newton_schulz
     print(f"# torch {torch.__version__}, made by {sys.argv[0].split('/')[-1]}")
     seed = 1
     for name, groups in itertools.chain(adam_cases(), other_cases()):

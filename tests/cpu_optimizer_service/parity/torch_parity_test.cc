@@ -12,8 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/muon.h"
+#include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -30,6 +33,7 @@ struct Golden {
   std::string case_name;
   HyperParameters values;
   int64_t elements = 0;
+  int64_t rows = 0;  // Of a matrix.
   uint64_t seed = 0;
   int scale_exponent = 0;
   std::map<std::string, std::vector<float>> planes;
@@ -65,6 +69,7 @@ std::vector<Golden> ReadGoldens() {
             if (found != given.end()) value = static_cast<T>(found->second);
           },
           golden.values);
+      golden.rows = static_cast<int64_t>(given["rows"]);
       goldens.push_back(golden);
     } else {
       std::vector<float>& plane = goldens.back().planes[word];
@@ -93,6 +98,21 @@ std::vector<float> MakeValues(const Golden& golden, int step, int exponent) {
   return values;
 }
 
+void UpdateMatrix(const Golden& golden, RuleRun run) {
+  const int64_t columns = golden.elements / golden.rows;
+  std::vector<uint16_t> direction(golden.elements);
+  run.shard = direction.data();
+  run.shard_dtype = DType::kBFloat16;
+  UpdateByRule(run);
+  OrthogonalizeReference(absl::MakeSpan(direction), golden.rows, columns, golden.values);
+  run.round = Round::kSecond;
+  run.gradient = direction.data();
+  run.gradient_dtype = DType::kBFloat16;
+  run.multiplier = static_cast<float>(AdjustmentOf(golden.values, golden.rows, columns));
+  run.shard = nullptr;
+  UpdateByRule(run);
+}
+
 // By plane.
 std::map<std::string, std::vector<float>> Train(const Golden& golden) {
   std::map<std::string, std::vector<float>> state;
@@ -110,7 +130,11 @@ std::map<std::string, std::vector<float>> Train(const Golden& golden) {
         MakeValues(golden, step, golden.scale_exponent + step * 7 % 11 - 5);
     run.gradient = gradient.data();
     run.update_count = step;
-    UpdateByRule(run);
+    if (RowOf(golden.values.rule).rounds == 1) {
+      UpdateByRule(run);
+    } else {
+      UpdateMatrix(golden, run);
+    }
   }
   return state;
 }
@@ -140,7 +164,7 @@ INSTANTIATE_TEST_SUITE_P(Targets, TorchParityTest, testing::ValuesIn(SupportedKe
 
 TEST_P(TorchParityTest, EveryTensorIsTorchsAfterAHundredSteps) {
   const std::vector<Golden> goldens = ReadGoldens();
-  ASSERT_EQ(goldens.size(), 51u) << "in " << kGoldens;
+  ASSERT_EQ(goldens.size(), 61u) << "in " << kGoldens;
   std::set<Rule> rules;
   for (const Golden& golden : goldens) {
     rules.insert(golden.values.rule);

@@ -1,5 +1,6 @@
 #include "tests/histories/engine/job_under_test.h"
 
+#include <algorithm>
 #include <bit>
 #include <chrono>
 #include <cmath>
@@ -75,6 +76,17 @@ absl::StatusOr<Engine*> Engines::TakeOver() {
     Start();
     deaths_->Expose();
     const Engine::TakenOver taken = engine_->TakeOverJobs();
+    // A second round goes on behind it.
+    const auto is_updating = [&] {
+      return std::ranges::any_of(engine_->ListJobs(), [](const std::shared_ptr<Job>& job) {
+        return job->Status().phase == JobPhase::kUpdating;
+      });
+    };
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!*deaths_->flag() && is_updating()) {
+      if (std::chrono::steady_clock::now() > deadline) return Wrong("a second round does not end");
+      std::this_thread::yield();
+    }
     if (deaths_->Hide()) continue;
     if (!taken.lost.empty()) return Wrong("lost with the process: ", taken.lost.front());
     for (const auto& [store, count] : deaths_->TakeCounts()) tally_.died_at[store] += count;

@@ -115,7 +115,7 @@ void RecordingListener::OnWeights(uint64_t step, int chunk, WeightBuffer shard) 
   }
 }
 
-void RecordingListener::OnCommitted(uint64_t step, double update_seconds) {
+void RecordingListener::OnCommitted(uint64_t step, double update_seconds, const std::string& left) {
   MutexLock lock(mutex_);
   if (Ignores()) return;
   if (step != decided_step_) Complain(absl::StrCat("step ", step, " committed but not decided"));

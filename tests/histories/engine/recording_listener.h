@@ -37,7 +37,7 @@ class RecordingListener final : public RankListener {
   void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override;
   void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
   void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override;
-  void OnCommitted(uint64_t step, double update_seconds) override;
+  void OnCommitted(uint64_t step, double update_seconds, const std::string& left) override;
   void OnDetached(const absl::Status& status) override;
 
   bool IsDead() const { return dead_ != nullptr && *dead_; }

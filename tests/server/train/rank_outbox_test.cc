@@ -326,7 +326,7 @@ TEST_F(RankOutboxTest, TellsWeightsInPlaceThatWaitInOneMessage) {
   for (const int chunk : {3, 1, 2}) TellInPlace(4, chunk);
   outbox_.OnWeights(0, 7, WeightBuffer());  // Not in place.
   TellInPlace(4, 5);
-  outbox_.OnCommitted(4, 0.5);
+  outbox_.OnCommitted(4, 0.5, "");
   WriteDone();
   EXPECT_THAT(ToldChunks(), testing::ElementsAre(3, 1, 2));
   EXPECT_EQ(wire_.last.message.shared_weights().step(), 4);
@@ -382,7 +382,7 @@ TEST_F(RankOutboxTest, HoldsWeightsInPlaceBackUntilTheyAreEnoughOrSomethingFollo
   WriteDone();
   TellInPlace(4, 4);
   EXPECT_EQ(wire_.writes, writes + 2);
-  outbox_.OnCommitted(4, 0.5);
+  outbox_.OnCommitted(4, 0.5, "");
   EXPECT_THAT(ToldChunks(), testing::ElementsAre(4));
   WriteDone();
   EXPECT_TRUE(wire_.last.message.has_committed());

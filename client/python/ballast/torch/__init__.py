@@ -2,7 +2,7 @@
 
 >>> optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-4, service="host:7070", job="gpt2")
 
-AdamW, Adam, SGD and Adagrad take torch's arguments with torch's defaults; Lion and SignSGD are not in torch. All work
+AdamW, Adam, SGD, Adagrad and Muon take torch's arguments with torch's defaults; Lion and SignSGD are not in torch. All work
 in one process, with DDP and with FSDP2. A param group may have a rule of its own. The service keeps weights and moments
 in fp32, whatever dtype the parameters have."""
 
@@ -20,9 +20,9 @@ import importlib as _importlib  # noqa: E402
 
 from .checkpoints import from_checkpoint, to_checkpoint  # noqa: E402
 from .groups import groups  # noqa: E402
-from .optimizers import SGD, Adagrad, Adam, AdamW, Lion, SignSGD  # noqa: E402
+from .optimizers import SGD, Adagrad, Adam, AdamW, Lion, Muon, SignSGD  # noqa: E402
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "SignSGD", "from_checkpoint", "groups", "to_checkpoint"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "SignSGD", "from_checkpoint", "groups", "to_checkpoint"]
 
 # Callbacks need trainers that may be missing, so `import *` leaves them out.
 _CALLBACKS = {"LightningCallback": ".callbacks.lightning", "TrainerCallback": ".callbacks.trainer"}

@@ -123,7 +123,7 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
                 continue
             values = groups[saved[name]["group"]]
             check_trained_with(name, values, group)
-            settings = _from_json(values)
+            settings = HyperParameters.of_fields(values)
             group.update({key: value for key, value in vars(settings).items() if value is not None and key in group})
             if saved[name]["update_count"] > 0:
                 state["state"][number] = {"step": torch.tensor(float(saved[name]["update_count"]))} | {
@@ -214,11 +214,6 @@ def index_of(job: str, step: int, groups: list[dict[str, Any]], parameters: list
 
 def json_of(values: HyperParameters) -> dict[str, Any]:
     return {"rule": values.rule, **values.fields()}
-
-
-def _from_json(values: dict[str, Any]) -> HyperParameters:
-    others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}
-    return HyperParameters(**others, betas=(values["beta1"], values["beta2"]) if "beta1" in values else None)
 
 
 def _crc32(path: pathlib.Path) -> str:

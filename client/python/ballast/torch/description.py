@@ -40,6 +40,9 @@ def check_group(group: dict[str, Any]) -> None:
             continue
         if parameter.is_complex():
             raise ValueError(f"parameter {name} is complex, which is not supported")
+        if group["rule"] == "muon" and parameter.ndim != 2:
+            raise ValueError(f"parameter {name} has {parameter.ndim} dimensions, but rule muon takes matrices: put it into a "
+                             "group of another rule")
         if parameter.dtype not in _DTYPES:
             raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
 

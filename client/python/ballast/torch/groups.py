@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError
-from ..rules import RULES, check_has, rule_named
+from ..rules import PARTS, RULES, check_has, rule_named
 from ..session import HyperParameters
 
 _HYPER_PARAMETERS = frozenset().union(*(rule.defaults for rule in RULES.values()))
@@ -106,14 +107,22 @@ def hyper_parameters_of(group: dict[str, Any]) -> HyperParameters:
     """ValueError for what the service would refuse after the step has begun."""
     there = {name: group[name] for name in rule_named(group["rule"]).defaults if name in group}
     for name, value in there.items():
+        if name in PARTS or name == "adjust_lr_fn":
+            continue
         least = -sys.float_info.max if name == "dampening" else 0.0
-        if name != "betas" and not least <= value <= sys.float_info.max:
+        if not least <= value <= sys.float_info.max:
             raise ValueError(f"Invalid {name} value: {float(value)}; set it in the optimizer's param_groups")
+    if there.get("ns_steps", 0) not in range(100):
+        raise ValueError(f"ns_steps is {there['ns_steps']}, expected 0 to 99; set it in the optimizer's param_groups")
+    coefficients = there.get("ns_coefficients", (0, 0, 0))
+    if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
+        raise ValueError(f"ns_coefficients is {coefficients}, expected 3 finite values; set it in the optimizer's "
+                         "param_groups")
     for index, beta in enumerate(there.get("betas", ())):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {float(beta)}; set it in the optimizer's "
                              "param_groups")
-    if there.get("nesterov") and (there["momentum"] == 0 or there["dampening"] != 0):
+    if group["rule"] == "sgd" and there.get("nesterov") and (there["momentum"] == 0 or there["dampening"] != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening; set them in the optimizer's "
                          "param_groups")
     return HyperParameters(rule=group["rule"], **there)

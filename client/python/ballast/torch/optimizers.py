@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..rules import ADJUST_LR_FNS
 from .remote import Remote
 
 _WORDS = {"lr": "learning rate", "eps": "epsilon value"}  # In torch's errors.
@@ -73,8 +74,8 @@ class AdamW(Adam):
     in torch. foreach, fused, capturable: accepted and ignored. differentiable: a ValueError if True.
 
     A param group may name another rule than the optimizer's: {"params": ..., "rule": "sgd", "momentum": 0.9}. The rules
-    are "adam", "sgd", "lion", "adagrad" and "signsgd". What such a group does not give, lr too, has the default of SGD,
-    Lion, Adagrad or SignSGD here, and for "adam" that of AdamW. One job has all groups, with one norm. The rule,
+    are "adam", "sgd", "lion", "adagrad", "signsgd" and "muon". What such a group does not give, lr too, has the default
+    of SGD, Lion, Adagrad, SignSGD or Muon here, and for "adam" that of AdamW. One job has all groups, with one norm. The rule,
     amsgrad, initial_accumulator_value, and whether momentum is 0 are fixed when the job is made. ValueError: there is
     no such rule, or it has no such hyper-parameter.
 
@@ -205,3 +206,28 @@ class SignSGD(Remote):
         super().__init__(params, dict(
             lr=lr, weight_decay=weight_decay, maximize=maximize, foreach=foreach, capturable=capturable,
             differentiable=differentiable, fused=fused), options)
+
+
+class Muon(Remote):
+    """torch.optim.Muon on a Ballast service, for matrices: 8 bytes a parameter there, and 2 for directions. Other
+    parameters go into groups of another rule of the same optimizer: {"params": ..., "rule": "adam"}. The options as in
+    AdamW.
+
+    The service makes the Newton-Schulz iteration, in fp32, on its processors. So the weights have the same bits for any
+    number of ranks. For an m x n matrix, m <= n, it takes about ns_steps * (4 * m + 2 * m * m / n) operations a
+    parameter. A step that takes longer than `timeout` is an error; the service ends it all the same. If the iteration's
+    result is not finite, the matrix keeps its weights in that step. The log says so. All of the job has to be on one
+    service."""
+
+    _rule = "muon"
+
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, weight_decay: float = 0.1,
+                 momentum: float = 0.95, nesterov: bool = True,
+                 ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float = 1e-7,
+                 ns_steps: int = 5, adjust_lr_fn: str | None = None, **options: Any):
+        _check(None, None, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if adjust_lr_fn not in ADJUST_LR_FNS:
+            raise ValueError(f"Adjust learning rate function {adjust_lr_fn} is not supported")
+        super().__init__(params, dict(
+            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
+            eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn), options)

@@ -571,7 +571,8 @@ class Remote(torch.optim.Optimizer):
             for index, values in state["state"].items():
                 if parameters[index].requires_grad:
                     values = values | self._planes(parameters[index], planes_of(groups[index]))
-                    if int(values["step"]) == 0 and "momentum_buffer" in values and not dcp.asks():
+                    is_first = int(values["step"]) == 0 and groups[index]["rule"] == "sgd"
+                    if is_first and "momentum_buffer" in values and not dcp.asks():
                         values["momentum_buffer"] = None  # As torch.optim.SGD knows a first update.
                     state["state"][index] = values
         return state

@@ -1,0 +1,51 @@
+// The directions of a step's first round, and then what became of them, for groups whose rule has two
+// rounds (common/rule.h). By chunk, in bf16. A matrix is gathered from its chunks and scattered to
+// them.
+//
+// It ends with the process: a later one makes it again from gradients and state.
+//
+// Thread-compatible per chunk.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_DIRECTION_STORE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_DIRECTION_STORE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/host/arena.h"
+
+namespace ballast {
+
+class DirectionStore {
+ public:
+  // Null: no group has such a rule. Layout and arenas outlive it.
+  static absl::StatusOr<std::unique_ptr<DirectionStore>> Create(const JobSpec& spec,
+                                                                const Layout& layout,
+                                                                ArenaFactory& arenas);
+
+  // The chunk's, of such a group.
+  absl::Span<uint16_t> of_chunk(int chunk) const {
+    return absl::MakeSpan(chunks_[chunk], layout_.chunks()[chunk].elements);
+  }
+  // Elements of a matrix in row-major order, from element `begin` on.
+  void Gather(int parameter, int64_t begin, absl::Span<uint16_t> elements) const;
+  void Scatter(int parameter, int64_t begin, absl::Span<const uint16_t> elements);
+  // For one matrix at a time (kernels/newton_schulz.h).
+  absl::Span<float> scratch() const;
+
+ private:
+  explicit DirectionStore(const Layout& layout) : layout_(layout) {}
+
+  const Layout& layout_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Arena> scratch_;
+  std::vector<uint16_t*> chunks_;  // Null for those of other groups.
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_DIRECTION_STORE_H_

@@ -1,0 +1,210 @@
+#include "cpu_optimizer_service/job/update/second_round.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rounding.h"
+#include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/arithmetic.h"
+#include "cpu_optimizer_service/common/rules/muon.h"
+#include "cpu_optimizer_service/job/update/executor.h"
+#include "cpu_optimizer_service/kernels/newton_schulz.h"
+
+namespace ballast {
+namespace {
+
+// Of a matrix, where it is copied.
+constexpr int64_t kElementsTogether = 1 << 18;
+
+// Infinity also for NaN.
+double Largest(absl::Span<const uint16_t> bf16) {
+  uint16_t largest = 0;
+  for (const uint16_t bits : bf16) largest = std::max<uint16_t>(largest, bits & 0x7fff);
+  const float value = std::bit_cast<float>(uint32_t{largest} << 16);
+  return std::isfinite(value) ? value : StateBounds::kUnknown;
+}
+
+}  // namespace
+
+std::vector<int> MatricesOf(const Layout& layout, const StepUpdate& update) {
+  std::vector<int> matrices;
+  const std::vector<ParameterSpec>& parameters = layout.spec().parameters;
+  for (int p = 0; p < static_cast<int>(parameters.size()); ++p) {
+    if (update.update_counts[p] > 0 && layout.place(p).elements > 0 &&
+        RowOf(update.hyper_parameters[parameters[p].group].rule).rounds > 1) {
+      matrices.push_back(p);
+    }
+  }
+  return matrices;
+}
+
+double WeightBoundAfter(const HyperParameters& values, const std::vector<int64_t>& shape,
+                        double weight, double orthogonal) {
+  const double decay = std::fabs(1 - values.lr * values.weight_decay);
+  const double step = values.lr * AdjustmentOf(values, shape[0], shape[1]);
+  const double after = kRounding * (decay * weight + step * orthogonal);
+  return Bounded({after}, {decay, step, orthogonal}).master();
+}
+
+std::string WhatWasLeft(const LayoutSpec& layout, const SecondDecision& decision) {
+  if (decision.left.empty()) return "";
+  const std::string& first = layout.parameters[decision.left.front()].name;
+  const size_t more = decision.left.size() - 1;
+  return absl::StrCat(
+      "the weights of ", first, more == 0 ? "" : absl::StrCat(" and ", more, " more"),
+      " were left as they were: Newton-Schulz of ", first, "'s direction gave ",
+      decision.is_finite ? "a step that fp32 does not hold" : "values that are not finite");
+}
+
+// ---------------------------------------------------------------- the executor's part
+
+// Directions are made for all chunks, then matrices are orthogonalized one after the other. Each
+// loop's end starts the next one, on an engine's thread, so that no thread waits.
+struct Executor::Orthogonalizing {
+  std::shared_ptr<const StepUpdate> update;
+  std::vector<StateBounds> bounds;  // Before; empty: unknown.
+  bool is_decided = false;
+  SecondRound round;
+  std::function<void(SecondRound)> then;
+
+  std::vector<int> matrices;  // Those left, the next one last.
+  std::optional<NewtonSchulz> newton_schulz;
+  std::vector<Loop> loops;  // Of the matrix, or before the first one.
+  size_t next_loop = 0;
+  std::vector<double> largest;  // Of O, by piece.
+};
+
+void Executor::Orthogonalize(std::shared_ptr<const StepUpdate> update,
+                             std::vector<StateBounds> bounds,
+                             const std::optional<SecondDecision>& decided,
+                             std::function<void(SecondRound)> then) {
+  auto work = std::make_shared<Orthogonalizing>();
+  work->update = std::move(update);
+  work->bounds = std::move(bounds);
+  work->is_decided = decided.has_value();
+  work->round = {.decision = decided.value_or(SecondDecision()),
+                 .bounds = work->bounds,
+                 .update_counts = work->update->update_counts};
+  work->round.bounds.resize(core_.layout.group_count());
+  work->then = std::move(then);
+  work->matrices = MatricesOf(core_.layout, *work->update);
+  std::erase_if(work->matrices,
+                [&](int p) { return work->is_decided && !NeedsOrthogonal(*work, p); });
+  std::ranges::reverse(work->matrices);
+  work->loops.push_back({.count = static_cast<int64_t>(core_.layout.chunks().size()),
+                         .body = [this, at = work.get()](int64_t chunk) {
+                           MakeDirections(*at->update, static_cast<int>(chunk));
+                         }});
+  RunNextLoop(std::move(work));
+}
+
+// Of a decision that an earlier process has made.
+bool Executor::NeedsOrthogonal(const Orthogonalizing& work, int parameter) const {
+  if (std::ranges::binary_search(work.round.decision.left, parameter)) return false;
+  return std::ranges::any_of(core_.layout.ChunksOfParameter(parameter),
+                             [&](int chunk) { return memory_.store->is_half(chunk); });
+}
+
+void Executor::MakeDirections(const StepUpdate& update, int chunk) {
+  if (!HasTwoRounds(chunk)) return;
+  ballast::MakeDirections(
+      UpdateOf(update, chunk, memory_.store->Published(chunk)),
+      [&](int parameter) { return update.update_counts[parameter]; },
+      memory_.directions->of_chunk(chunk));
+}
+
+void Executor::RunNextLoop(std::shared_ptr<Orthogonalizing> work) {
+  if (work->next_loop == work->loops.size()) {
+    if (work->newton_schulz.has_value()) EndMatrix(*work);
+    if (work->matrices.empty()) {
+      for (const int p : work->round.decision.left) work->round.update_counts[p] = 0;
+      return work->then(std::move(work->round));
+    }
+    BeginMatrix(*work);
+  }
+  const Loop& loop = work->loops[work->next_loop++];
+  core_.environment.tasks->ForEach(loop.count, loop.body,
+                                   [this, keep = core_.KeepAlive(), work] { RunNextLoop(work); });
+}
+
+void Executor::BeginMatrix(Orthogonalizing& work) {
+  const int p = work.matrices.back();
+  const ParameterSpec& parameter = core_.spec().layout.parameters[p];
+  work.newton_schulz.emplace(parameter.shape[0], parameter.shape[1],
+                             work.update->hyper_parameters[parameter.group],
+                             memory_.directions->scratch());
+  const int64_t elements = core_.layout.place(p).elements;
+  const int64_t pieces = DivideUp(elements, kElementsTogether);
+  const auto piece_of = [elements](auto matrix, int64_t index) {
+    return matrix.subspan(index * kElementsTogether,
+                          std::min(kElementsTogether, elements - index * kElementsTogether));
+  };
+  work.largest.assign(pieces, 0);
+  work.loops = work.newton_schulz->loops();
+  work.loops.insert(work.loops.begin(),
+                    {.count = pieces, .body = [this, p, piece_of, &work](int64_t index) {
+                       memory_.directions->Gather(p, index * kElementsTogether,
+                                                  piece_of(work.newton_schulz->direction(), index));
+                     }});
+  work.loops.push_back({.count = pieces, .body = [this, p, piece_of, &work](int64_t index) {
+                          const auto piece = piece_of(work.newton_schulz->orthogonal(), index);
+                          work.largest[index] = Largest(piece);
+                          memory_.directions->Scatter(p, index * kElementsTogether, piece);
+                        }});
+  work.next_loop = 0;
+}
+
+void Executor::EndMatrix(Orthogonalizing& work) {
+  const int p = work.matrices.back();
+  work.matrices.pop_back();
+  work.newton_schulz.reset();
+  if (work.is_decided) return;
+  const ParameterSpec& parameter = core_.spec().layout.parameters[p];
+  const HyperParameters& values = work.update->hyper_parameters[parameter.group];
+  const double largest = *std::ranges::max_element(work.largest);
+  const double before =
+      work.bounds.empty() ? StateBounds::kUnknown : work.bounds[parameter.group].master();
+  double after = WeightBoundAfter(values, parameter.shape, before, largest);
+  if (!std::isfinite(after) && std::isfinite(largest)) {
+    after = WeightBoundAfter(values, parameter.shape, LargestWeight(p), largest);
+  }
+  if (std::isfinite(after)) {
+    double& bound = work.round.bounds[parameter.group].planes[0];
+    bound = std::max(bound, after);
+    return;
+  }
+  SecondDecision& decision = work.round.decision;
+  if (decision.left.empty()) decision.is_finite = std::isfinite(largest);
+  decision.left.push_back(p);
+}
+
+double Executor::LargestWeight(int parameter) const {
+  double largest = 0;
+  core_.layout.VisitRange(
+      parameter, 0, core_.layout.place(parameter).elements, [&](const ChunkPiece& piece) {
+        const float* const weights =
+            memory_.store->Published(piece.chunk)[Plane::kMaster] + piece.chunk_offset;
+        for (int64_t i = 0; i < piece.elements; ++i) {
+          largest = std::max<double>(largest, std::fabs(weights[i]));
+        }
+      });
+  return largest;
+}
+
+void Executor::CarryOutSecond(std::shared_ptr<UpdatePlan> plan, SecondRound round,
+                              std::function<void()> then) {
+  plan->update.update_counts = std::move(round.update_counts);
+  core_.environment.tasks->ForEach(
+      static_cast<int64_t>(core_.layout.chunks().size()),
+      [this, keep = core_.KeepAlive(), plan](int64_t index) {
+        const int chunk = static_cast<int>(index);
+        if (HasTwoRounds(chunk)) ApplyToChunk(*plan, chunk, Round::kSecond);
+      },
+      std::move(then));
+}
+
+}  // namespace ballast
