@@ -29,7 +29,7 @@ constexpr NamedConfig kNamedConfigs[] = {
     {"gpt2-1.5B", {48, 25, 1600, kGpt2Context, kGpt2Vocabulary}},
 };
 
-constexpr float kInitialDeviation = 0.02f;          // Matrices and token embeddings, as GPT-2.
+constexpr float kInitialDeviation = 0.02f;  // Matrices and token embeddings, as GPT-2.
 // OpenAI's code of GPT-2 has this value (src/model.py).
 constexpr float kInitialPositionDeviation = 0.01f;  // Position embeddings.
 
@@ -120,7 +120,8 @@ std::vector<ModelParameter> GptParameters(const GptConfig& config) {
   std::vector<ModelParameter> parameters;
   const auto add = [&](std::string name, std::vector<int64_t> shape) {
     const bool decay = shape.size() > 1;
-    parameters.push_back({std::move(name), std::move(shape), decay});
+    const bool embedding = parameters.size() <= kPositionEmbedding;
+    parameters.push_back({std::move(name), std::move(shape), decay, embedding});
   };
   add("wte", {config.vocabulary, width});
   add("wpe", {config.context, width});

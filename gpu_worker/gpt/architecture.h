@@ -40,6 +40,7 @@ struct ModelParameter {
   std::string name;            // GPT-2's name, for example "h.0.attn.c_attn.weight".
   std::vector<int64_t> shape;  // A matrix: out, in.
   bool decay = true;           // Matrices and embeddings decay; biases and layer norms do not.
+  bool embedding = false;
 
   int64_t elements() const;
 };

@@ -15,6 +15,7 @@
 #include "client/loss_scaler.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/plan/homes.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/version.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
@@ -93,6 +94,11 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
   line.Add("decay-end", trainer.learning_rate.decay_end,
            "The step at which the learning rate has fallen to a tenth; 0: --steps. Set it if you "
            "will resume the run with more steps");
+  std::map<std::string, Rule> rules;
+  for (const RuleRow& row : Rules()) rules[std::string(row.name)] = row.defaults.rule;
+  line.Add("optimizer-rule", job.rule, rules,
+           "The update rule. adam is AdamW; sgd has momentum 0.9; muon is for the matrices of the "
+           "blocks, with AdamW for the rest, and its steps are as large as AdamW's");
   line.Add("weight-decay", job.weight_decay, "Of matrices and embeddings");
   line.Add("max-norm", trainer.max_norm,
            "Gradients are clipped to this global norm; 0: no clipping");
@@ -237,10 +243,10 @@ absl::Status CheckDeviceAndOptimizer(const Given& given, const WorkerFlags& flag
     BALLAST_RETURN_IF_ERROR(given.CheckUnused({"collective"}, "needs GPUs; give --device=cuda"));
   }
   if (flags.optimizer == OptimizerKind::kService) return absl::OkStatus();
-  return given.CheckUnused(
-      {"resume", "save", "close-at-end", "service", "update", "keep-previous", "shared-memory",
-       "seal-timeout", "reconnect-timeout", "tls-ca", "tls-cert", "tls-key", "token-file"},
-      "needs the service; give --optimizer=service");
+  return given.CheckUnused({"resume", "save", "close-at-end", "service", "update", "optimizer-rule",
+                            "keep-previous", "shared-memory", "seal-timeout", "reconnect-timeout",
+                            "tls-ca", "tls-cert", "tls-key", "token-file"},
+                           "needs the service; give --optimizer=service");
 }
 
 // Looks into what the flags say together, and derives what follows from them.

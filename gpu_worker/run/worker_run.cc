@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/rounding.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/collective/agreement.h"
 #include "gpu_worker/collective/share.h"
@@ -113,6 +114,7 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--warmup-steps", absl::StrCat(rate.warmup_steps)},
           {"--decay-end", absl::StrCat(rate.decay_end)},
           {"--weight-decay", absl::StrFormat("%a", options.job.weight_decay)},
+          {"--optimizer-rule", std::string(RowOf(options.job.rule).name)},
           {"--max-norm", absl::StrFormat("%a", trainer.max_norm)},
           {"--bucket-elements", absl::StrCat(options.job.bucket_elements)},
           {"--chunk-elements", absl::StrCat(options.job.chunk_elements)},

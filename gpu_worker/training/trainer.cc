@@ -113,7 +113,7 @@ StepSettings Trainer::Settings() const {
   if (scaler_.has_value()) settings.trainer_state = scaler_->Serialize();
   const double lr = LearningRate(options_.learning_rate, attempt_.report.step);
   for (int group = 0; group < job_.layout.group_count(); ++group) {
-    // All groups have the same: they differ in weight decay alone.
+    // All groups have the same.
     settings.scale.divisors.push_back(tokens_per_step());
     settings.overrides[group].lr = lr;
   }

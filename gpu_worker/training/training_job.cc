@@ -5,18 +5,25 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 namespace {
 
-GroupSpec MakeGroup(std::string name, double weight_decay, const TrainingJobOptions& options) {
+GroupSpec MakeGroup(std::string name, Rule rule, double weight_decay,
+                    const TrainingJobOptions& options) {
   GroupSpec group;
   group.name = std::move(name);
+  group.hyper_parameters = DefaultsOf(rule);
   // This rate is in force until the first step begins: each step says that of its schedule
   // (Trainer::Settings).
   group.hyper_parameters.lr = options.lr;
-  group.hyper_parameters.beta2 = 0.95;  // As in GPT-3; short runs forget first gradients sooner.
+  // As in GPT-3; short runs forget first gradients sooner.
+  if (rule == Rule::kAdam) group.hyper_parameters.beta2 = 0.95;
+  if (rule == Rule::kSgd) group.hyper_parameters.momentum = 0.9;
+  // So that one lr does for all groups.
+  group.hyper_parameters.match_rms_adamw = rule == Rule::kMuon;
   group.hyper_parameters.weight_decay = weight_decay;
   group.wire_dtype = options.wire_dtype;
   group.return_dtype = options.weights_dtype;
@@ -33,9 +40,14 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   }
   JobSpec spec;
   spec.name = options.name;
-  // Their order is that of kDecayGroup and kNoDecayGroup.
-  spec.groups = {MakeGroup("decay", options.weight_decay, options),
-                 MakeGroup("no_decay", 0.0, options)};
+  // Their order is that of kDecayGroup, kNoDecayGroup and kMatrixGroup.
+  const bool has_matrices = options.rule == Rule::kMuon;
+  const Rule of_others = has_matrices ? Rule::kAdam : options.rule;
+  spec.groups = {MakeGroup("decay", of_others, options.weight_decay, options),
+                 MakeGroup("no_decay", of_others, 0.0, options)};
+  if (has_matrices) {
+    spec.groups.push_back(MakeGroup("matrices", options.rule, options.weight_decay, options));
+  }
   spec.unused_policy = options.unused_policy;
   spec.max_micro_steps = options.micro_steps;
   spec.update_mode = options.update_mode;
@@ -44,10 +56,10 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   spec.layout.group_count = static_cast<int>(spec.groups.size());
   spec.layout.chunk_elements = options.chunk_elements;
   for (const ModelParameter& parameter : parameters) {
-    spec.layout.parameters.push_back({.name = parameter.name,
-                                      .shape = parameter.shape,
-                                      .group = parameter.decay ? kDecayGroup : kNoDecayGroup,
-                                      .trainable = true});
+    int group = parameter.decay ? kDecayGroup : kNoDecayGroup;
+    if (has_matrices && parameter.shape.size() == 2 && !parameter.embedding) group = kMatrixGroup;
+    spec.layout.parameters.push_back(
+        {.name = parameter.name, .shape = parameter.shape, .group = group, .trainable = true});
   }
   // Partitions follow the buckets, so that a rank's part of each reduce-scatter is whole chunks of
   // its own.

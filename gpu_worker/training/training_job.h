@@ -1,5 +1,5 @@
-// A model's training job on the service: two param groups, buckets, partitions. Every rank computes
-// the same from the same flags.
+// A model's training job on the service: two param groups or three, buckets, partitions. Every rank
+// computes the same from the same flags.
 #ifndef BALLAST_GPU_WORKER_TRAINING_TRAINING_JOB_H_
 #define BALLAST_GPU_WORKER_TRAINING_TRAINING_JOB_H_
 
@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "gpu_worker/gpt/architecture.h"
@@ -20,12 +21,15 @@ namespace ballast::worker {
 // Indices of param groups.
 inline constexpr int kDecayGroup = 0;
 inline constexpr int kNoDecayGroup = 1;
+inline constexpr int kMatrixGroup = 2;  // With Muon alone: the matrices of the blocks.
 
 struct TrainingJobOptions {
   std::string name = "gpt";
   int world_size = 1;
+  // Of all groups. With Muon, which takes the blocks' matrices, the others have AdamW.
+  Rule rule = Rule::kAdam;
   double lr = 1e-3;
-  double weight_decay = 0.1;               // The decay group's.
+  double weight_decay = 0.1;               // The decay group's, and the matrices'.
   uint32_t micro_steps = 1;                // The maximal number of a step; 0: any number.
   DType wire_dtype = DType::kBFloat16;     // Gradients to the service.
   DType weights_dtype = DType::kBFloat16;  // Weights from it, and in the passes.

@@ -77,7 +77,7 @@ def served(service):
 
 
 # What a service's log says of what a process had died in; the first that fits.
-RECOVERIES = {"update": "carried out to its end", "gradients": "had been given", "load": ", and loads ",
+RECOVERIES = {"update": " was decided, and ", "gradients": "had been given", "load": ", and loads ",
               "first weights": "awaits first weights", "done again": "is done again by its ranks",
               "skipped": " is skipped: ", "idle": ""}
 
@@ -96,12 +96,15 @@ class Training:
     instants between messages, of which a small step has as many as a large one."""
     steps: int = 30
     micro_steps: int = 2
+    rule: str = "adam"  # With "muon" steps have two rounds, and AdamW has what are no matrices.
 
     def words(self):
         return [f"--steps={self.steps}", f"--micro-steps={self.micro_steps}", "--text", str(TEXT),
                 "--layers=1", "--width=32", "--heads=2", "--context=16", "--batch=4",
                 "--bucket-elements=8192", "--chunk-elements=1024",
-                "--max-norm=1.8"]  # Clips some steps, so that some provisional updates fail and others hold.
+                f"--optimizer-rule={self.rule}",
+                # It clips some steps, so that some provisional updates fail and others hold.
+                f"--max-norm={2.1 if self.rule == 'muon' else 1.8}"]
 
 
 class Run:
