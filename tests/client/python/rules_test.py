@@ -192,7 +192,7 @@ class RulesTest(unittest.TestCase):
         self.assertEqual({name.lower().replace("_", ""): number for name, number in of_rule.items()},
                          {name: rule.number for name, rule in rules.RULES.items()})
         given = {name: [each.strip() for each in values.split(",")] for name, values in re.findall(
-            r"#define BALLAST_(\w+)_DEFAULTS \\\s*{(.*?)}", header)}
+            r"#define BALLAST_(\w+)_DEFAULTS\s*{(.*?)}", header.replace("\\\n", "\n"), re.DOTALL)}
         self.assertEqual(given.keys(), {*of_rule, "ADAMW"})
         fields = [name for name, _ in _native.HyperParameters._fields_]
         for name in given.keys() - {"ADAM"}:
