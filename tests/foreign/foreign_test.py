@@ -35,7 +35,8 @@ def planes_of(h):
     """Of a group with these hyper-parameters, in the order of Plane."""
     return {"ADAM": ("MASTER", "EXP_AVG", "EXP_AVG_SQ", *(["MAX_EXP_AVG_SQ"] if h.amsgrad else [])),
             "SGD": ("MASTER", *(["MOMENTUM_BUFFER"] if h.momentum else [])), "LION": ("MASTER", "EXP_AVG"),
-            "ADAGRAD": ("MASTER", "SUM"), "SIGN_SGD": ("MASTER",)}[jobs_pb.Rule.Name(h.rule)]
+            "ADAGRAD": ("MASTER", "SUM"), "SIGN_SGD": ("MASTER",),
+            "MUON": ("MASTER", "MOMENTUM_BUFFER")}[jobs_pb.Rule.Name(h.rule)]
 
 
 def generate(proto, out):
@@ -102,7 +103,7 @@ class Group:
                 continue
             self.counts[p.name] += 1
             at = slice(p.offset, p.offset + size)
-            new = self.rule(h, self.counts[p.name], multiplier, gradient[at], *(plane[at] for plane in self.planes))
+            new = self.rule({**h, "shape": p.shape}, self.counts[p.name], multiplier, gradient[at], *(plane[at] for plane in self.planes))
             for plane, values in zip(self.planes, new, strict=True):
                 plane[at] = values
 
@@ -132,13 +133,16 @@ class Game:
                      update_mode=jobs_pb.SPECULATE if self.speculate else jobs_pb.WAIT)
         for g in range(int(random.integers(1, 3))):
             h = jobs_pb.HyperParameters(lr=float(random.choice([1e-3, 0.1])), weight_decay=float(random.choice([0, 0.1])),
-                                   maximize=bool(random.integers(2)), **self.of_rule())
+                                   **self.of_rule())
+            if h.rule != jobs_pb.MUON:
+                h.maximize = bool(random.integers(2))
             dtypes = [jobs_pb.BF16, jobs_pb.FP16, jobs_pb.FP32]
             job.groups.add(name=f"g{g}", hyper_parameters=h, wire_dtype=random.choice(dtypes),
                            return_dtype=random.choice(dtypes))
             flat = 0
             for p in range(int(random.integers(1, 4))):
-                shape = [int(n) for n in random.integers(1, 20, int(random.integers(0, 3)))]
+                dimensions = 2 if h.rule == jobs_pb.MUON else int(random.integers(0, 3))
+                shape = [int(n) for n in random.integers(1, 20, dimensions)]
                 trainable = p == 0 or random.random() < 0.8
                 job.parameters.add(name=f"g{g}.p{p}", shape=shape, group=g, trainable=trainable)
                 flat += math.prod(shape) if trainable else 0
@@ -160,7 +164,9 @@ class Game:
             jobs_pb.LION: betas,
             jobs_pb.ADAGRAD: dict(eps=1e-10, lr_decay=float(random.choice([0, 0.1])),
                                   initial_accumulator_value=float(random.choice([0, 0.5]))),
-            jobs_pb.SIGN_SGD: {}}
+            jobs_pb.SIGN_SGD: {},
+            jobs_pb.MUON: dict(momentum=0.9, nesterov=nesterov, eps=1e-7, ns_steps=int(random.choice([1, 5])), ns_a=3.4445,
+                               ns_b=-4.775, ns_c=2.0315, match_rms_adamw=bool(random.integers(2)))}
         rule = int(random.choice([jobs_pb.ADAM, *options]))
         return dict(options[rule], rule=rule)
 

@@ -30,6 +30,7 @@ def arguments():
     parser.add_argument("--job", default="pretrain")
     parser.add_argument("--resume", action="store_true", help="go on with the job, or its newest checkpoint")
     parser.add_argument("--shard", action="store_true", help="ranks share the model (FSDP2)")
+    parser.add_argument("--muon", action="store_true", help="Muon for the blocks' matrices")
     parser.add_argument("--out", default="pretrain-out")
     for name, default in (("steps", 200), ("micro-steps", 1), ("batch", 8), ("context", 128), ("layers", 4),
                           ("width", 128), ("heads", 4), ("warmup", 10)):
@@ -58,6 +59,15 @@ def learning_rate(step, args):
         return args.lr * (step + 1) / args.warmup
     progress = (step - args.warmup) / max(args.steps - args.warmup, 1)
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def groups(model, muon):
+    if not muon:
+        return ballast.torch.groups(model, weight_decay=0.1)
+    pairs = list(model.named_parameters())
+    matrices = [pair for pair in pairs if pair[0].startswith("blocks.") and pair[1].dim() == 2]
+    others = [pair for pair in pairs if pair not in matrices]
+    return [{"params": others}, {"params": matrices, "rule": "muon", "adjust_lr_fn": "match_rms_adamw"}]
 
 
 def parallelize(model, shard):
@@ -91,8 +101,8 @@ def main():
     text = torch.frombuffer(bytearray(read_text(args.text)), dtype=torch.uint8)
     model = GPT(256, args.context, args.layers, args.width, args.heads).to(device)
     parallel = parallelize(model, args.shard) if several else model
-    optimizer = ballast.torch.AdamW(ballast.torch.groups(model, weight_decay=0.1), betas=(0.9, 0.95),
-                                    max_norm=args.max_norm, service=args.service, job=args.job)
+    optimizer = ballast.torch.AdamW(groups(model, args.muon), betas=(0.9, 0.95), max_norm=args.max_norm,
+                                    service=args.service, job=args.job)
     first = 0
     if args.resume:
         optimizer.attach(resume=True)  # Now the model has the job's weights, or those of its newest checkpoint.

@@ -56,6 +56,10 @@ class Examples(unittest.TestCase):
                 self.assertAlmostEqual(losses[step], parts[step], places=4, msg=f"step {step}")
         self.assertLess(parts[STEPS], parts[1] - 0.02)
 
+    def test_pretrain_with_muon(self):
+        losses = self.run_example("pretrain.py", *SMALL, "--muon", "--warmup=2", steps=8)
+        self.assertLess(losses[8], losses[1] - 0.02)
+
     def test_fine_tune(self):
         new = self.run_example("fine_tune.py", "--batch=4", "--context=32", "--lr=3e-3", steps=20)
         self.assertLess(new[20], new[1] - 0.1)

@@ -48,3 +48,40 @@ def adagrad(h, update_count, multiplier, gradient, master, total):
 def sign_sgd(h, update_count, multiplier, gradient, master):
     g = _gradient(h, multiplier, gradient)
     return (z(p(z(master) * _decay(h)) - scalar(h["lr"]) * np.sign(g)),)
+
+
+def muon(h, update_count, multiplier, gradient, master, buffer):
+    """h has the matrix's shape, too."""
+    momentum = scalar(h["momentum"])
+    g = p(scalar(float(F32(multiplier)) * (1.0 - h["momentum"])) * z(gradient))
+    b = z(g + p(momentum * z(buffer)))
+    u = z(g + p(momentum * b)) if h["nesterov"] else b
+    rows, columns = h["shape"]
+    o = newton_schulz(h, numpy_adam.from_bfloat16(numpy_adam.to_bfloat16(u)).reshape(rows, columns)).reshape(-1)
+    if not np.isfinite(o).all():
+        return master, b
+    adjustment = F32(0.2 * max(rows, columns) ** 0.5 if h["match_rms_adamw"] else max(1.0, rows / columns) ** 0.5)
+    step = scalar(h["lr"] * float(adjustment))
+    return z(p(_decay(h) * z(master)) + p(-step * z(o))), b
+
+
+def newton_schulz(h, x):
+    """O of a direction, as common/rules/newton_schulz.h writes it."""
+    tall = x.shape[0] > x.shape[1]
+    x = np.ascontiguousarray(x.T if tall else x)
+    squares = x.astype(np.float64) ** 2
+    norm = F32(np.sqrt(np.cumsum(np.cumsum(squares, axis=1)[:, -1])[-1]))  # cumsum adds in order.
+    with np.errstate(all="ignore"):
+        x = x / np.maximum(norm, scalar(h["eps"]))
+        for _ in range(h["ns_steps"]):
+            a = _product(x, x.T)
+            x = scalar(h["ns_a"]) * x + _product(scalar(h["ns_b"]) * a + scalar(h["ns_c"]) * _product(a, a), x)
+        x = numpy_adam.from_bfloat16(numpy_adam.to_bfloat16(np.ascontiguousarray(x.T if tall else x)))
+    return x
+
+
+def _product(a, b):
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for k in range(a.shape[1]):
+        total = total + a[:, k:k + 1] * b[k:k + 1]
+    return total
