@@ -23,8 +23,8 @@
 namespace ballast {
 
 // Most rules update an element by its own gradient alone, in one round. A rule of two rounds needs the
-// whole matrix in between: its first round makes a direction, which is kept, and its second round
-// takes what became of that, in place of a gradient.
+// whole matrix in between: its first round updates the state, of which with the gradient a direction
+// is made, and its second round takes what became of that, in place of a gradient.
 enum class Round : uint8_t { kFirst, kSecond };
 
 // `elements` consecutive elements with equal update counts. Sources and destinations are the same

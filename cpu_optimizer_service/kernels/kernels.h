@@ -39,7 +39,7 @@ void SumGradients(float* accumulator, const void* first, const void* second, DTy
 void ConvertFromFloat(const float* from, void* to, DType to_dtype, int64_t elements);
 void ConvertToFloat(const void* from, DType from_dtype, float* to, int64_t elements);
 
-// out = scale * addend + factor * (a * b), in fp32, rows by rows; without an addend a * b. a has
+// out = scale * addend + factor * (a * b), in fp32, row-major; without an addend a * b. a has
 // `rows` rows and `inner` columns, b `inner` rows, and b, addend and out have `columns` columns, a
 // multiple of kMatrixColumns. Each sum begins with 0 and adds rounded products in the order of a's
 // columns; denormals are kept. `out` is none of the others.

@@ -46,7 +46,6 @@ NewtonSchulz::NewtonSchulz(int64_t rows, int64_t columns, const HyperParameters&
       two_(one_ + std::max(m_ * wide_stride_, n_ * narrow_stride_)),
       a_(two_ + (two_ - one_)),
       b_(a_ + m_ * narrow_stride_),
-      first_(two_),
       sums_(m_) {
   float* x = one_;
   Load(x);

@@ -6,7 +6,6 @@
 #include <functional>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 
@@ -28,7 +27,7 @@ class NewtonSchulz {
                absl::Span<float> scratch);
 
   // rows x columns values in bf16, row-major: the direction, before the loops; O, after them.
-  absl::Span<uint16_t> direction() const { return AsGiven(first_); }
+  absl::Span<uint16_t> direction() const { return AsGiven(two_); }
   absl::Span<const uint16_t> orthogonal() const { return AsGiven(last_); }
   // They use this object.
   const std::vector<Loop>& loops() const { return loops_; }
@@ -70,7 +69,6 @@ class NewtonSchulz {
   float* const two_;
   float* const a_;
   float* const b_;
-  float* const first_;
   float* last_ = nullptr;
   std::vector<double> sums_;  // By row.
   float divisor_ = 1;

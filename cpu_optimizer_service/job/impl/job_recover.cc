@@ -255,8 +255,6 @@ absl::StatusOr<std::shared_ptr<StepUpdate>> JobImpl::RollForward() {
     core_.gate.ResumeUpdating();
     return update;
   }
-  memory_.gradients->ClearAll();
-  machine_.Clear();
   EndRollForward();
   return nullptr;
 }
@@ -277,8 +275,6 @@ void JobImpl::RollForwardSecond(std::shared_ptr<StepUpdate> update) {
     }
     RollForward(*update, Round::kSecond);
     JobCore::Section section(core_);
-    memory_.gradients->ClearAll();
-    machine_.Clear();
     EndRollForward();
     core_.gate.Commit();
     core_.NotifyStepOver();
@@ -287,6 +283,8 @@ void JobImpl::RollForwardSecond(std::shared_ptr<StepUpdate> update) {
 }
 
 void JobImpl::EndRollForward() {
+  memory_.gradients->ClearAll();
+  machine_.Clear();
   Stored("all is rolled forward");
   RecordStep(*std::exchange(core_.record.decision, std::nullopt), /*times=*/{});
   core_.RunAfter([lenders = members_.table.TakeLenders()] {});

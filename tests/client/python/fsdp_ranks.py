@@ -313,6 +313,16 @@ def refusals(rank, world_size, service, job):
     return said
 
 
+def give_gradients(model, step):
+    """Gradients of the step that have the same bits everywhere."""
+    generator = torch.Generator().manual_seed(step)
+    for name, p in named(model):
+        gradient = torch.randn(p.shape, generator=generator)
+        if not p.requires_grad or name.startswith("never"):
+            continue
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+
+
 def digest_with_given_gradients(rank, world_size, service, job, replicas=1, kind="sharded", rules=()):
     """Of all weights and norms after some steps with gradients that have the same bits everywhere. rules: what the param
     groups have beside parameters; by default there is one group."""
@@ -323,12 +333,7 @@ def digest_with_given_gradients(rank, world_size, service, job, replicas=1, kind
     optimizer = ballast.torch.AdamW(groups or named(model), lr=0.02, service=service, job=job, max_norm=0.5)
     digest = hashlib.sha256()
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        for name, p in named(model):
-            gradient = torch.randn(p.shape, generator=generator)
-            if not p.requires_grad or name.startswith("never"):
-                continue
-            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+        give_gradients(model, step)
         optimizer.step()
         digest.update(f"{optimizer.grad_norm!r} {optimizer.clip_coefficient!r}".encode())
         for _, p in named(model):

@@ -2,6 +2,7 @@
 """Muon, with AdamW for what are no matrices, against torch.optim, alone and on several ranks."""
 
 import copy
+import functools
 import pathlib
 import tempfile
 import unittest
@@ -12,6 +13,7 @@ from fsdp_ranks import (
     STEPS,
     assert_near,
     backward_of_all,
+    give_gradients,
     mesh_of,
     named,
     shard,
@@ -21,12 +23,12 @@ from fsdp_ranks import (
 )
 from overlap_ranks import digest, loss_of_ddp
 from ranks_for_tests import RanksTest
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch_test import TOLERANCE, Model, batch, furthest, loss_of, names
 
 import ballast
 import ballast.torch
 import fsdp_ranks
+import rules_test
 from messages import refused
 
 
@@ -68,8 +70,8 @@ def others(pairs):
 MUON, ADAMW = dict(lr=1e-4, weight_decay=0.1), dict(lr=0.02, weight_decay=0.1)
 
 
-def groups(pairs, adamw=ADAMW):
-    return [{"params": matrices(pairs)}, {"params": others(pairs), "rule": "adam", **adamw}]
+def groups(pairs):
+    return [{"params": matrices(pairs)}, {"params": others(pairs), "rule": "adam", **ADAMW}]
 
 
 def parallel(model, kind, world_size, find_unused_parameters=True):
@@ -112,12 +114,7 @@ def given_gradients(rank, world_size, service, job, kind, steps=(0, 4), resume=F
     if resume:
         assert optimizer.attach(resume=True) == steps[0]
     for step in range(*steps):
-        generator = torch.Generator().manual_seed(step)
-        for name, p in named(model):
-            gradient = torch.randn(p.shape, generator=generator)
-            if not p.requires_grad or name.startswith("never"):
-                continue
-            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+        give_gradients(model, step)
         optimizer.step()
     result = digest(model)
     optimizer.close(save=save)
@@ -169,22 +166,12 @@ def trains_and_undoes(rank, world_size, service, job, kind):
 
 # ---------------------------------------------------------------- the tests
 
-def train(model, optimizer, begin, end):
-    for step in range(begin, end):
-        optimizer.zero_grad()
-        loss_of(model, batch(step), step % 2 == 1).backward()
-        optimizer.step()
+def in_odd_steps(step):
+    return step % 2 == 1
 
 
-def train_both(ours, mine, theirs, reference, begin, end):
-    """Both with the gradients of theirs."""
-    for step in range(begin, end):
-        theirs.zero_grad()
-        loss_of(theirs, batch(step), step % 2 == 1).backward()
-        for (_, p), (_, q) in zip(names(ours), names(theirs)):
-            p.grad = None if q.grad is None else q.grad.clone()
-        mine.step()
-        reference.step()
+train = functools.partial(rules_test.train, seldom=in_odd_steps)
+train_both = functools.partial(rules_test.train_both, seldom=in_odd_steps)
 
 
 class MuonTest(unittest.TestCase):
@@ -240,20 +227,10 @@ class MuonTest(unittest.TestCase):
         self.assertLess(furthest(ours, theirs), TOLERANCE)
 
     def test_every_mode_has_the_same_bits(self):
-        results = []
-        for number, options in enumerate(({}, dict(update="speculate"), dict(overlap=True, overlap_weights=True),
-                                          dict(overlap=True, accumulation_steps=1), dict(keep_previous=True))):
-            model = Model()
-            mine = self.optimizer(groups(names(model)), str(number), max_norm=0.5, **options)
-            train(model, mine, 0, 4)
-            if "keep_previous" in options:
-                train(model, mine, 40, 41)
-                self.assertEqual(mine.undo_step(), 4)
-            train(model, mine, 4, 6)
-            mine.wait_for_weights()
-            results.append(model)
-        for model in results[1:]:
-            self.assertEqual(furthest(model, results[0]), 0)
+        models = rules_test.models_of_every_mode(
+            lambda model, job, **options: self.optimizer(groups(names(model)), job, **options), in_odd_steps)
+        for model in models[1:]:
+            self.assertEqual(furthest(model, models[0]), 0)
 
     def test_scaled_gradients(self):
         self.exact()

@@ -99,6 +99,23 @@ def train_both(ours, mine, theirs, reference, begin, end, seldom=lambda step: Tr
             optimizer.step()
 
 
+def models_of_every_mode(make_optimizer, seldom=lambda step: True):
+    """Trained alike. make_optimizer(model, job, **options): the optimizer of a mode."""
+    models = []
+    for number, options in enumerate(({}, dict(update="speculate"), dict(overlap=True, overlap_weights=True),
+                                      dict(overlap=True, accumulation_steps=1), dict(keep_previous=True))):
+        model = Model()
+        mine = make_optimizer(model, str(number), max_norm=0.5, **options)
+        train(model, mine, 0, 4, seldom)
+        if "keep_previous" in options:
+            train(model, mine, 40, 41, seldom)
+            assert mine.undo_step() == 4
+        train(model, mine, 4, 6, seldom)
+        mine.wait_for_weights()
+        models.append(model)
+    return models
+
+
 class RulesTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -206,20 +223,10 @@ class RulesTest(unittest.TestCase):
     # ------------------------------------------------------------ as with AdamW
 
     def test_every_mode_has_the_same_bits(self):
-        results = []
-        for number, options in enumerate(({}, dict(update="speculate"), dict(overlap=True, overlap_weights=True),
-                                          dict(overlap=True, accumulation_steps=1), dict(keep_previous=True))):
-            model = Model()
-            mine = self.optimizer("AdamW", groups(model), str(number), max_norm=0.5, **options)
-            train(model, mine, 0, 4)
-            if "keep_previous" in options:
-                train(model, mine, 40, 41)
-                self.assertEqual(mine.undo_step(), 4)
-            train(model, mine, 4, 6)
-            mine.wait_for_weights()
-            results.append(model)
-        for model in results[1:]:
-            self.same_bits(model, results[0])
+        models = models_of_every_mode(
+            lambda model, job, **options: self.optimizer("AdamW", groups(model), job, **options))
+        for model in models[1:]:
+            self.same_bits(model, models[0])
 
     def test_it_goes_on_where_it_was_saved(self):
         straight, model, again = Model(), Model(), Model()
