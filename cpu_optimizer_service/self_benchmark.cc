@@ -46,7 +46,7 @@ double Median(std::vector<double> values) {
 
 // Of a rule of two rounds each one moves a plane; the first is measured.
 size_t PlanesMoved(const HyperParameters& values) {
-  return RowOf(values.rule).rounds > 1 ? 1 : PlanesOf(values).size();
+  return HasTwoRounds(values.rule) ? 1 : PlanesOf(values).size();
 }
 
 // The arrays of an update of whole chunks.
@@ -103,7 +103,7 @@ class Arrays {
                    // Any but the first will do: the work is the same.
                    .update_count = 10};
     std::ranges::copy(at.planes, run.from.begin());
-    if (RowOf(values.rule).rounds > 1) {
+    if (HasTwoRounds(values.rule)) {
       run.from[1] = run.from[0];
       run.to[1] = run.to[0];
     }

@@ -83,7 +83,7 @@ absl::Status CheckMatrices(const JobSpec& spec) {
     if (!parameter.trainable || parameter.group < 0 || parameter.group >= groups) continue;
     const GroupSpec& group = spec.groups[parameter.group];
     const RuleRow& row = RowOf(group.hyper_parameters.rule);
-    if (row.rounds == 1) continue;
+    if (!HasTwoRounds(group.hyper_parameters.rule)) continue;
     if (parameter.shape.size() != 2) {
       return absl::InvalidArgumentError(absl::StrCat(
           "rule ", row.name, " of group ", group.name, " takes matrices, but ", parameter.name,

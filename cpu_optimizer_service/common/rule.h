@@ -74,6 +74,7 @@ const RuleRow& RowOf(Rule rule);
 std::optional<Rule> FindRule(absl::string_view name);
 std::string RuleNames();  // "adam, sgd, ...".
 inline HyperParameters DefaultsOf(Rule rule) { return RowOf(rule).defaults; }
+inline bool HasTwoRounds(Rule rule) { return RowOf(rule).rounds == 2; }
 
 // As ForEachHyperParameter, for the rule's fields.
 template <typename Each, typename... Values>

@@ -69,7 +69,7 @@ std::string NameOf(const ParameterPlan& parameter) {
 }
 
 std::vector<int64_t> ShapeOf(const JobPlan& job, const ParameterPlan& parameter) {
-  const bool needs_matrices = RowOf(job.groups[parameter.group].hyper_parameters.rule).rounds > 1 ||
+  const bool needs_matrices = HasTwoRounds(job.groups[parameter.group].hyper_parameters.rule) ||
                               job.sharding != ShardingPlan::kBuckets;
   if (!needs_matrices) return {parameter.elements};
   int64_t columns = 16;

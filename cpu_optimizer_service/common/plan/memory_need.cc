@@ -72,8 +72,8 @@ int64_t GradientBytes(const JobSpec& spec, const Layout& layout) {
 int64_t DirectionBytes(const JobSpec& spec, const Layout& layout) {
   int64_t bytes = 0;
   for (const Chunk& chunk : layout.chunks()) {
-    if (RowOf(spec.groups[chunk.group].hyper_parameters.rule).rounds == 1) continue;
-    bytes += AlignUp(chunk.elements * SizeBytes(DType::kBFloat16));
+    if (!HasTwoRounds(spec.groups[chunk.group].hyper_parameters.rule)) continue;
+    bytes += 2 * AlignUp(chunk.elements * SizeBytes(DType::kBFloat16));
   }
   return bytes;
 }
@@ -82,7 +82,7 @@ int64_t NewtonSchulzBytes(const JobSpec& spec) {
   int64_t elements = 0;
   for (const ParameterSpec& parameter : spec.layout.parameters) {
     if (!parameter.trainable || parameter.shape.size() != 2) continue;
-    if (RowOf(spec.groups[parameter.group].hyper_parameters.rule).rounds == 1) continue;
+    if (!HasTwoRounds(spec.groups[parameter.group].hyper_parameters.rule)) continue;
     elements = std::max(elements, NewtonSchulzScratch(parameter.shape[0], parameter.shape[1]));
   }
   return elements * static_cast<int64_t>(sizeof(float));

@@ -36,7 +36,8 @@ int64_t SlotBytes(int64_t elements, int planes);  // One version of a chunk.
 std::vector<PlaneList> PlanesByGroup(const JobSpec& spec);
 int64_t StateBytes(const Layout& layout, absl::Span<const PlaneList> planes);  // All chunks.
 int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
-// Of groups with rules of two rounds: their directions, and scratch memory for the largest matrix.
+// Of groups with rules of two rounds: their directions and O, and scratch memory for the largest
+// matrix.
 int64_t DirectionBytes(const JobSpec& spec, const Layout& layout);
 int64_t NewtonSchulzBytes(const JobSpec& spec);
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);

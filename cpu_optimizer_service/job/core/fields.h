@@ -136,13 +136,17 @@ void Fields(Each&& each, JobIdentity& v) {
 
 template <typename Each>
 void Fields(Each&& each, SecondDecision& v) {
-  each(v.left, v.is_finite);
+  each(v.left, v.why);
+}
+template <typename Each>
+void Fields(Each&& each, KeptDirections& v) {
+  each(v.record, v.coverage_complete, v.update_counts, v.second);
 }
 template <typename Each>
 void Fields(Each&& each, KeptDecision& v) {
   each(v.outcome, v.terms, v.vote, v.attempt, v.micro_steps, v.coverage_complete,
-       v.hyper_parameters, v.update_counts, v.values_after, v.group_norms, v.speculation, v.reports,
-       v.second);
+       v.hyper_parameters, v.update_counts, v.values_after, v.group_norms, v.speculation,
+       v.reports);
 }
 template <typename Each>
 void Fields(Each&& each, KeptReport& v) {

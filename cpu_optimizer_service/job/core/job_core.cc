@@ -118,8 +118,9 @@ absl::Status JobCore::StatusOf(std::optional<Answer> answer) const {
           absl::StrCat("step ", record.committed_step + 1, " of ", job,
                        " has begun; abort it first (ballast abort-step ", spec().name, ")"));
     case Answer::kDecided:
-      return absl::FailedPreconditionError(absl::StrCat(
-          "step ", record.committed_step + 1, " of ", job, " is decided and must complete first"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", record.committed_step + (record.directions.has_value() ? 0 : 1),
+                       " of ", job, " is decided and must complete first"));
   }
   return absl::InternalError("the gate gave an answer that has no status");
 }

@@ -120,12 +120,6 @@ struct PreviousState {
   std::string trainer_state;
 };
 
-// Of a step's second round.
-struct SecondDecision {
-  std::vector<int> left;  // Matrices whose weights do not change, ascending.
-  bool is_finite = true;  // Newton-Schulz of the first of those gave finite values.
-};
-
 // Everything that follows from a decision, for any process that carries it out.
 struct KeptDecision {
   StepOutcome outcome;
@@ -139,10 +133,24 @@ struct KeptDecision {
   // One per group, in force once it is carried out: an operator may have changed them meanwhile.
   std::vector<HyperParameters> values_after;
   std::vector<double> group_norms;
-  SpeculationCounts speculation;         // This member's.
-  std::optional<SecondDecision> second;  // Absent: it has not been made.
-  std::vector<uint64_t>
-      reports;  // At the lead: by member, the number of the report it is made from.
+  SpeculationCounts speculation;  // This member's.
+  // At the lead: by member, the number of the report it is made from.
+  std::vector<uint64_t> reports;
+};
+
+// Of a step's second round.
+struct SecondDecision {
+  std::vector<int> left;  // Matrices whose weights do not change, ascending.
+  std::string why;        // The first of those is left.
+};
+
+// The committed step whose second round is outstanding: chunks with matrices are half new, and their
+// directions are kept.
+struct KeptDirections {
+  StepRecord record;  // For the history, once the round is over.
+  bool coverage_complete = false;
+  std::vector<int64_t> update_counts;    // As StepUpdate's.
+  std::optional<SecondDecision> second;  // Its O is kept, and counts. Absent: it does not.
 };
 
 // A part of a step that all of the member's ranks have sealed, and that only the lead ends.
@@ -197,7 +205,8 @@ struct JobRecord {
   std::string torn_by;  // The load that did not end; empty: the state is complete.
   // By group: changes of UpdateGroup during a step; they follow its overrides.
   std::vector<HyperParameterOverrides> later_changes;
-  std::optional<KeptDecision> decision;  // Of the step that is being carried out.
+  std::optional<KeptDecision> decision;      // Of the step that is being carried out.
+  std::optional<KeptDirections> directions;  // Absent: no second round is outstanding.
   // With several members. At the lead: that of the last step, until the next one's, which says that
   // all members have carried it out. At another member: what it has told the lead of its part.
   std::optional<KeptDecision> last_decision;

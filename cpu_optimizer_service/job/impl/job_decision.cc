@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/impl/job_impl.h"
-#include "cpu_optimizer_service/job/update/second_round.h"
 
 namespace ballast {
 
@@ -182,39 +181,8 @@ void JobImpl::KeepDecision(KeptDecision decision, Draft draft) {
   clock_.decided = std::chrono::steady_clock::now();
   core_.trace.Record(TraceEventKind::kDecided, plan->outcome.step, /*chunk=*/-1, clock_.sealed_ns);
   core_.RunAfter([this, self = Self(), plan] {
-    executor_.CarryOut(plan, [this, self, plan] { EndFirstRound(plan); });
+    executor_.CarryOut(plan, [this, self, plan] { Commit(std::move(*plan)); });
   });
-}
-
-// ---------------------------------------------------------------- the second round
-
-void JobImpl::EndFirstRound(std::shared_ptr<UpdatePlan> plan) {
-  if (!plan->update.has_second_round) return Commit(std::move(*plan));
-  std::vector<StateBounds> bounds;
-  {
-    const JobCore::Lock lock(core_);
-    bounds = core_.bounds;
-  }
-  const std::shared_ptr<const StepUpdate> update(plan, &plan->update);
-  executor_.Orthogonalize(
-      update, std::move(bounds), std::nullopt, [this, self = Self(), plan](SecondRound round) {
-        JobCore::Section section(core_);
-        KeepSecond(round);
-        core_.RunAfter([this, self, plan, round = std::move(round)]() mutable {
-          executor_.CarryOutSecond(plan, std::move(round),
-                                   [this, self, plan] { Commit(std::move(*plan)); });
-        });
-      });
-}
-
-void JobImpl::KeepSecond(const SecondRound& round) {
-  KeptDecision& decision = *core_.record.decision;
-  decision.second = round.decision;
-  decision.outcome.left = WhatWasLeft(spec().layout, round.decision);
-  core_.bounds = round.bounds;
-  journal_.Keep();
-  if (decision.outcome.left.empty()) return;
-  core_.Tell(absl::StrCat("step ", decision.terms.step, ": ", decision.outcome.left));
 }
 
 // ---------------------------------------------------------------- the commit
@@ -242,27 +210,34 @@ void JobImpl::Commit(UpdatePlan plan) {
   executor_.EndStep(std::move(plan.speculation.published));
   // A skipped step uses up its number, so chunks stand at it with the state that they had.
   if (!plan.outcome.decision.apply) memory_.store->SetStep(plan.outcome.step);
-  core_.trace.Mark(TraceEventKind::kCommitted, plan.outcome.step);
-  std::string left = core_.record.decision->outcome.left;
-  RecordStep(*std::exchange(core_.record.decision, std::nullopt), times);
+  RecordStep(*std::exchange(core_.record.decision, std::nullopt), times,
+             plan.update.has_second_round);
   members_.table.FreeLeft();
   machine_.Drop();
   machine_.Clear();
+  // Memories are unmapped last: that takes long, and ranks wait for the commit.
+  if (plan.update.has_second_round) {
+    BeginSecondRound();
+  } else {
+    EndStep(std::move(plan.listeners), plan.outcome.step, times.updating, /*left=*/"");
+  }
+  core_.RunAfter([lenders = members_.table.TakeLenders()] {});
+}
+
+void JobImpl::EndStep(Listeners listeners, uint64_t step, double update_seconds, std::string left) {
+  core_.trace.Mark(TraceEventKind::kCommitted, step);
   core_.gate.Commit();
   core_.NotifyStepOver();
   saver_.SaveIfDue();
   if (!core_.identity.is_lead()) SayStanding();
-  // Memories are unmapped last: that takes long, and ranks wait for the commit.
-  core_.RunAfter([listeners = std::move(plan.listeners), lenders = members_.table.TakeLenders(),
-                  step = plan.outcome.step, update_seconds = times.updating,
-                  left = std::move(left)]() mutable {
+  core_.RunAfter([listeners = std::move(listeners), step, update_seconds, left = std::move(left)] {
     for (const auto& listener : listeners) {
       if (listener != nullptr) listener->OnCommitted(step, update_seconds, left);
     }
   });
 }
 
-void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
+void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times, bool has_second_round) {
   // The lead keeps it until all members have it, which the next decision shows.
   if (core_.identity.is_lead() && !is_alone()) core_.record.last_decision = decided;
   if (spec().keep_previous) {
@@ -288,24 +263,34 @@ void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
   core_.record.committed_step = decided.terms.step;
   core_.record.trainer_state =
       decided.vote.trainer_state.value_or(std::move(decided.terms.settings.trainer_state));
-  core_.record.history.Add({.outcome = std::move(decided.outcome),
-                            .speculation = decided.speculation,
-                            .micro_steps = decided.micro_steps,
-                            .loss_scale = decided.terms.settings.scale.loss_scale,
-                            .times = times,
-                            .voted = decided.vote.clipping,
-                            .abandoned = !decided.vote.apply,
-                            .hyper_parameters = std::move(decided.hyper_parameters)},
-                           decided.coverage_complete);
-  core_.history.Add(core_.record.history.recent_steps.back(),
-                    {.job_bytes = memory_.need.total_bytes() + RankMemoryBytesNow(),
-                     .service_bytes = core_.environment.budget->used_bytes()});
+  StepRecord record = {.outcome = std::move(decided.outcome),
+                       .speculation = decided.speculation,
+                       .micro_steps = decided.micro_steps,
+                       .loss_scale = decided.terms.settings.scale.loss_scale,
+                       .times = times,
+                       .voted = decided.vote.clipping,
+                       .abandoned = !decided.vote.apply,
+                       .hyper_parameters = std::move(decided.hyper_parameters)};
+  if (has_second_round) {
+    core_.record.directions = {.record = std::move(record),
+                               .coverage_complete = decided.coverage_complete,
+                               .update_counts = std::move(decided.update_counts)};
+  } else {
+    AddToHistory(std::move(record), decided.coverage_complete);
+  }
   core_.record.last_vote = std::move(decided.vote);
   // With the next epoch, words of the ledger and entries of the log count no more, in the same
   // flip. Nor do lanes of sums, which are freed after it.
   ++core_.record.epoch;
   journal_.Keep();
   if (journal_.kept() != nullptr) journal_.kept()->FreeLeftLanes();
+}
+
+void JobImpl::AddToHistory(StepRecord record, bool coverage_complete) {
+  core_.record.history.Add(std::move(record), coverage_complete);
+  core_.history.Add(core_.record.history.recent_steps.back(),
+                    {.job_bytes = memory_.need.total_bytes() + RankMemoryBytesNow(),
+                     .service_bytes = core_.environment.budget->used_bytes()});
 }
 
 }  // namespace ballast

@@ -197,8 +197,8 @@ absl::Status JobImpl::AllocateParts() {
       memory_.gradients,
       GradientStore::Create(spec(), core_.layout, arenas,
                             journal_.kept() ? &journal_.kept()->arenas() : nullptr));
-  BALLAST_ASSIGN_OR_RETURN(memory_.directions,
-                           DirectionStore::Create(spec(), core_.layout, *core_.environment.arenas));
+  BALLAST_ASSIGN_OR_RETURN(memory_.directions, DirectionStore::Create(spec(), core_.layout, arenas,
+                                                                      *core_.environment.arenas));
   return absl::OkStatus();
 }
 

@@ -534,17 +534,27 @@ class JobImpl : public Job {
   void Decide(LeadWord::Decided decided) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The commit point of this member.
   void KeepDecision(KeptDecision decision, Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Begins the second one, if there is one.
-  void EndFirstRound(std::shared_ptr<UpdatePlan> plan);
-  // Its decision, before any of it is carried out.
-  void KeepSecond(const SecondRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The hyper-parameters once such a step is over: with its changes, and those by operators.
   std::vector<HyperParameters> ValuesAfter(const StepSettings& settings, const StepVote& vote) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Commit(UpdatePlan plan);
-  // For a step that is skipped, or whose chunks are all at their new state.
-  void RecordStep(KeptDecision decided, const StepTimes& times)
+  // For a step that is skipped, or whose chunks are all at their new state, or half of it.
+  void RecordStep(KeptDecision decided, const StepTimes& times, bool has_second_round = false)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AddToHistory(StepRecord record, bool coverage_complete)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The step is over, for ranks and all that wait.
+  void EndStep(Listeners listeners, uint64_t step, double update_seconds, std::string left)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // ---- job_second_round.cc
+  // The job's record says that it is outstanding.
+  void BeginSecondRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Its O is there.
+  void DecideSecondRound(const SecondRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // All chunks are at the new state.
+  void RecordSecondRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status TakeOverSecondRound(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // ---- job_state.cc
   int64_t MostTraceEvents(uint32_t steps) const;
@@ -559,13 +569,11 @@ class JobImpl : public Job {
   void TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string& story)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status CheckStepsInTable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Null: the step is committed. Else it has a second round, and the job is updating until
-  // RollForwardSecond has ended that.
-  absl::StatusOr<std::shared_ptr<StepUpdate>> RollForward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void RollForwardSecond(std::shared_ptr<StepUpdate> update);
+  // The decided step. It may have a second round.
+  absl::Status RollForward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // All chunks, through one round.
   void RollForward(const StepUpdate& update, Round round);
-  void EndRollForward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckUpdateLanes(uint64_t step);
   absl::Status TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status Replay(const StepWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Of each rank's attempt, into the gradients' memory and the ledger.

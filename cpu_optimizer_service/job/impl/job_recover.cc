@@ -94,7 +94,6 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
 
 absl::Status JobImpl::TakeOverState(std::string& story) {
   std::optional<KeptLoad> loading;
-  std::shared_ptr<StepUpdate> second_round;
   {
     JobCore::Lock lock(core_);
     is_established_ = true;
@@ -133,10 +132,13 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
     } else if (core_.record.decision.has_value()) {
       BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
       const uint64_t step = core_.record.decision->terms.step;
-      BALLAST_ASSIGN_OR_RETURN(second_round, RollForward());
-      absl::StrAppend(&story, "; its step ", step, " was decided, and ",
-                      second_round == nullptr ? "has been carried out to its end"
-                                              : "its second round is carried out");
+      BALLAST_RETURN_IF_ERROR(RollForward());
+      absl::StrAppend(&story, "; its step ", step, " was decided, and has been carried out to ",
+                      core_.record.directions.has_value() ? "its second round" : "its end");
+      if (core_.record.directions.has_value()) core_.gate.ResumeUpdating();
+    } else if (core_.record.directions.has_value()) {
+      BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
+      BALLAST_RETURN_IF_ERROR(TakeOverSecondRound(story));
     } else {
       journal_.kept()->update_lanes().FreeLeft();  // Only a decided step has updates.
       if (journal_.kept()->weights_complete()) BALLAST_RETURN_IF_ERROR(CheckStepsInTable());
@@ -161,8 +163,9 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       clock_.sealed_ns = core_.trace.Begin(machine_.agreement()->step());
       AwaitDecision();
     }
+    // Large matrices take long, and other jobs are not to wait for them.
+    if (core_.record.directions.has_value()) BeginSecondRound();
   }
-  if (second_round != nullptr) RollForwardSecond(std::move(second_round));
   // Without the lock, on a thread that may wait for the disk. The gate says meanwhile that the job
   // is loading.
   if (loading.has_value()) {
@@ -217,77 +220,48 @@ void JobImpl::TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string&
 
 // ---------------------------------------------------------------- a decided step
 
-absl::StatusOr<std::shared_ptr<StepUpdate>> JobImpl::RollForward() {
+absl::Status JobImpl::RollForward() {
   const KeptDecision& decision = *core_.record.decision;
   const uint64_t step = decision.terms.step;
   if (step != core_.record.committed_step + 1) {
     return absl::DataLossError(absl::StrCat(
         "its decision is of step ", step, ", but it stands at step ", core_.record.committed_step));
   }
-  const auto update = std::make_shared<StepUpdate>();
+  StepUpdate update = {.step = step,
+                       .hyper_parameters = decision.hyper_parameters,
+                       .multipliers = decision.outcome.decision.multipliers,
+                       .update_counts = decision.update_counts};
   if (!decision.outcome.decision.apply) {
     memory_.store->SetStep(step);
-    EndRollForward();
-    return nullptr;
+  } else {
+    BALLAST_RETURN_IF_ERROR(CheckUpdateLanes(step));
+    // Behind all that refuses the job without it, because it frees lanes.
+    BALLAST_RETURN_IF_ERROR(
+        RestoreContributions(std::vector<uint32_t>(members_.table.size(), decision.attempt)));
+    // The gradients are all there, and the update depends on nothing else, so the bits are those of
+    // the process that died.
+    update.has_second_round = !MatricesOf(core_.layout, update).empty();
+    RollForward(update, Round::kFirst);
   }
-  *update = {.step = step,
-             .hyper_parameters = decision.hyper_parameters,
-             .multipliers = decision.outcome.decision.multipliers,
-             .update_counts = decision.update_counts};
-  LanePool& lanes = journal_.kept()->update_lanes();
-  std::set<uint32_t> in_lanes;
-  if (!lanes.AllLeft([&](const RedoLane& lane) {
-        return Fits(lane, core_.layout, kUpdateTurnElements) &&
-               (lane.tag == Executor::LaneTag(step, Round::kFirst) ||
-                lane.tag == Executor::LaneTag(step, Round::kSecond)) &&
-               in_lanes.insert(RedoWord::Unpack(lane.word).chunk).second;
-      })) {
-    return NotAsStored(journal_.kept()->arenas().WhatIs("redo"));
-  }
-  // Behind all that refuses the job without it, because it frees lanes.
-  BALLAST_RETURN_IF_ERROR(
-      RestoreContributions(std::vector<uint32_t>(members_.table.size(), decision.attempt)));
-  // The gradients are all there, and the update depends on nothing else, so the bits are those of
-  // the process that died.
-  update->has_second_round = !MatricesOf(core_.layout, *update).empty();
-  RollForward(*update, Round::kFirst);
-  if (update->has_second_round) {
-    core_.gate.ResumeUpdating();
-    return update;
-  }
-  EndRollForward();
-  return nullptr;
-}
-
-// Large matrices take long, and other jobs are not to wait for them.
-void JobImpl::RollForwardSecond(std::shared_ptr<StepUpdate> update) {
-  std::optional<SecondDecision> decided;
-  {
-    const JobCore::Lock lock(core_);
-    decided = core_.record.decision->second;
-  }
-  // Without bounds: a decision looks at the weights.
-  executor_.Orthogonalize(update, {}, decided, [this, self = Self(), update](SecondRound round) {
-    update->update_counts = std::move(round.update_counts);
-    {
-      const JobCore::Lock lock(core_);
-      if (!core_.record.decision->second.has_value()) KeepSecond(round);
-    }
-    RollForward(*update, Round::kSecond);
-    JobCore::Section section(core_);
-    EndRollForward();
-    core_.gate.Commit();
-    core_.NotifyStepOver();
-    saver_.SaveIfDue();
-  });
-}
-
-void JobImpl::EndRollForward() {
   memory_.gradients->ClearAll();
   machine_.Clear();
   Stored("all is rolled forward");
-  RecordStep(*std::exchange(core_.record.decision, std::nullopt), /*times=*/{});
+  RecordStep(*std::exchange(core_.record.decision, std::nullopt), /*times=*/{},
+             update.has_second_round);
   core_.RunAfter([lenders = members_.table.TakeLenders()] {});
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::CheckUpdateLanes(uint64_t step) {
+  std::set<uint32_t> in_lanes;
+  const auto is_of_step = [&](const RedoLane& lane) {
+    return Fits(lane, core_.layout, kUpdateTurnElements) &&
+           (lane.tag == Executor::LaneTag(step, Round::kFirst) ||
+            lane.tag == Executor::LaneTag(step, Round::kSecond)) &&
+           in_lanes.insert(RedoWord::Unpack(lane.word).chunk).second;
+  };
+  if (journal_.kept()->update_lanes().AllLeft(is_of_step)) return absl::OkStatus();
+  return NotAsStored(journal_.kept()->arenas().WhatIs("redo"));
 }
 
 void JobImpl::RollForward(const StepUpdate& update, Round round) {
@@ -299,12 +273,13 @@ void JobImpl::RollForward(const StepUpdate& update, Round round) {
         static_cast<int64_t>(core_.layout.chunks().size()), [&](int64_t index) {
           const int chunk = static_cast<int>(index);
           if (round == Round::kSecond && !executor_.HasTwoRounds(chunk)) return;
-          if (!with_lane || lanes.HasLeft(chunk, tag)) executor_.RollForward(update, chunk, round);
+          if (with_lane && !lanes.HasLeft(chunk, tag)) return;
+          executor_.RollForward(update, chunk, round);
+          if (!with_lane && update.has_second_round && round == Round::kFirst) {
+            executor_.MakeDirections(update, chunk);
+          }
         });
-    // Of chunks that were whole.
-    lanes.KeepLeft([&](const RedoLane& lane) {
-      return round == Round::kFirst && lane.tag == Executor::LaneTag(update.step, Round::kSecond);
-    });
+    lanes.FreeLeft();  // Of chunks that were whole.
   }
 }
 

@@ -14,9 +14,12 @@ namespace ballast {
 StepBefore JobImpl::Before() const {
   const JobRecord& record = core_.record;
   const auto& steps = record.history.recent_steps;
-  const bool has_record = !steps.empty() && steps.back().outcome.step == record.committed_step;
+  const StepRecord* last = record.directions.has_value() ? &record.directions->record
+                           : steps.empty()               ? nullptr
+                                                         : &steps.back();
+  const bool has_record = last != nullptr && last->outcome.step == record.committed_step;
   return {.step = record.committed_step,
-          .micro_steps = has_record ? steps.back().micro_steps : 0,
+          .micro_steps = has_record ? last->micro_steps : 0,
           .vote = record.last_vote,
           .hyper_parameters = record.hyper_parameters};
 }

@@ -28,7 +28,7 @@ void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks&
        record.closed, weights_complete, record.loads, record.loading, record.torn_by,
        record.later_changes, ranks, record.decision, record.undid_update, record.undone,
        record.writing, record.state_writes, record.ancestors, record.last_decision, record.prepared,
-       record.reports, record.lost_part, record.closing, record.superseded_by);
+       record.reports, record.lost_part, record.closing, record.superseded_by, record.directions);
 }
 
 constexpr char kRecordLabel[] = "record";

@@ -37,11 +37,13 @@
 //   decision     the flip that has it, then any rank is notified, then the first chunk is updated.
 //   update       each turn its redo record, then the planes; the chunk's last plane, then its word
 //                in the table, then the lane is free. Of a rule with two rounds: the word that the
-//                chunk is half new; once all are, the flip with the second decision; then the second
-//                round likewise. The gradients stay until the commit: directions are made of them.
+//                chunk is half new, and its directions.
 //   commit       the last chunk's word, then the flip that has the step committed and an epoch more.
 //                Words of the ledger and entries of the log count only in their epoch, so nothing is
 //                cleared.
+//   second round the commit's flip says that it is outstanding, and from there on the directions
+//                count; O, then the flip with the second decision; then updates as above; then the
+//                flip that the round is over.
 //   undo         the flip with the step before, a generation and an epoch more, and which step and
 //                generation it went back from; then the chunks' words
 //                in the table. A chunk whose word is of a later step has not gone back yet.
@@ -56,9 +58,8 @@
 //
 // The next process (job_recover.cc) takes over identity, record and table. A decided step it rolls
 // forward: chunks whose word in the table has the step are done, those with a lane go on behind
-// their last turn, all others are updated from their gradients. Then the second round, whose
-// decision, if it is missing, is made. Of an undecided step it takes the
-// log's entries in their order and the ledger's words of the epoch; ranks that come back send what
+// their last turn, all others are updated from their gradients. A second round that is not decided
+// begins again, from the directions. Of an undecided step it takes the log's entries in their order and the ledger's words of the epoch; ranks that come back send what
 // was not acknowledged, and what had been half added goes on behind its last turn. If a gradient of it
 // lay in memory that is gone, or what says so is not as it was stored, the step goes by on_abort: it
 // is skipped where all ranks had begun it and cannot do it again, and otherwise dropped by a new

@@ -22,9 +22,7 @@ void* Advance(void* data, DType dtype, int64_t elements) {
   return data == nullptr ? nullptr : static_cast<std::byte*>(data) + elements * SizeBytes(dtype);
 }
 
-bool HasRounds(const ChunkUpdate& update) {
-  return RowOf(update.hyper_parameters->rule).rounds > 1;
-}
+bool HasRounds(const ChunkUpdate& update) { return HasTwoRounds(update.hyper_parameters->rule); }
 
 // Elements of a chunk with equal update counts.
 struct Elements {
@@ -167,7 +165,7 @@ void MakeDirections(const ChunkUpdate& update,
 
 std::vector<Plane> PlanesWritten(const HyperParameters& values, Round round) {
   const PlaneList planes = PlanesOf(values);
-  if (RowOf(values.rule).rounds == 1) return {planes.begin(), planes.end()};
+  if (!HasTwoRounds(values.rule)) return {planes.begin(), planes.end()};
   return {round == Round::kFirst ? Plane::kMomentumBuffer : Plane::kMaster};
 }
 

@@ -40,8 +40,7 @@ struct UpdatePlan {
 // What a second round does (second_round.h).
 struct SecondRound {
   SecondDecision decision;
-  std::vector<StateBounds> bounds;     // By group, of the state after it.
-  std::vector<int64_t> update_counts;  // StepUpdate's, with 0 for matrices that are left.
+  std::vector<StateBounds> bounds;  // By group, of the state after it.
 };
 
 class Executor {
@@ -116,15 +115,16 @@ class Executor {
   // The decision is stored. Tells the ranks, updates, and sends the weights; then calls `then`.
   void CarryOut(std::shared_ptr<UpdatePlan> plan, std::function<void()> then);
   // ---- second_round.cc, once a first round has ended
-  // Makes the directions, from gradients and state, and orthogonalizes them, matrix after matrix;
-  // then calls `then` on an engine's thread. `bounds`: by group, before it; empty: unknown.
-  // `decided`: nothing is left to decide, and matrices that are done are left out.
+  // The chunk's directions, from its gradient and its state.
+  void MakeDirections(const StepUpdate& update, int chunk);
+  // Orthogonalizes the directions, matrix after matrix; then calls `then` on an engine's thread.
+  // `bounds`: by group, before it; empty: unknown.
   void Orthogonalize(std::shared_ptr<const StepUpdate> update, std::vector<StateBounds> bounds,
-                     const std::optional<SecondDecision>& decided,
                      std::function<void(SecondRound)> then);
+  // For the ranks that are there now.
+  UpdatePlan MakeSecondPlan(StepUpdate update) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Its decision is stored. Updates, and sends the weights; then calls `then`.
-  void CarryOutSecond(std::shared_ptr<UpdatePlan> plan, SecondRound round,
-                      std::function<void()> then);
+  void CarryOutSecond(std::shared_ptr<UpdatePlan> plan, std::function<void()> then);
 
   // For the chunk in state `from`; the caller sets the destinations.
   ChunkUpdate UpdateOf(const StepUpdate& update, int chunk, const Slot& from,
@@ -156,11 +156,12 @@ class Executor {
   bool IsHalf(const StepUpdate& update, int chunk, Round round) const;
   void Publish(const ChunkStore::Write& write, const StepUpdate& update, Round round);
   struct Orthogonalizing;
-  bool NeedsOrthogonal(const Orthogonalizing& work, int parameter) const;
-  void MakeDirections(const StepUpdate& update, int chunk);
   void RunNextLoop(std::shared_ptr<Orthogonalizing> work);
   void BeginMatrix(Orthogonalizing& work);
   void EndMatrix(Orthogonalizing& work);
+  // `largest`: the largest magnitude of the matrix's O.
+  void DecideMatrix(const StepUpdate& update, int parameter, double largest, double bound_before,
+                    SecondRound& round) const;
   double LargestWeight(int parameter) const;  // Its magnitude.
   int64_t WeightBytes(int chunk) const;
   void CountWeights(int chunk, const WeightBuffer& weights) {

@@ -52,78 +52,67 @@ double WeightBoundAfter(const HyperParameters& values, const std::vector<int64_t
 
 std::string WhatWasLeft(const LayoutSpec& layout, const SecondDecision& decision) {
   if (decision.left.empty()) return "";
-  const std::string& first = layout.parameters[decision.left.front()].name;
   const size_t more = decision.left.size() - 1;
-  return absl::StrCat(
-      "the weights of ", first, more == 0 ? "" : absl::StrCat(" and ", more, " more"),
-      " were left as they were: Newton-Schulz of ", first, "'s direction gave ",
-      decision.is_finite ? "a step that fp32 does not hold" : "values that are not finite");
+  return absl::StrCat("the weights of ", layout.parameters[decision.left.front()].name,
+                      more == 0 ? "" : absl::StrCat(" and ", more, " more"),
+                      " were left as they were: ", decision.why);
+}
+
+StepUpdate SecondUpdateOf(const KeptDirections& directions) {
+  const StepOutcome& outcome = directions.record.outcome;
+  StepUpdate update = {.step = outcome.step,
+                       .hyper_parameters = directions.record.hyper_parameters,
+                       .multipliers = outcome.decision.multipliers,
+                       .update_counts = directions.update_counts,
+                       .has_second_round = true};
+  if (!directions.second.has_value()) return update;
+  for (const int parameter : directions.second->left) update.update_counts[parameter] = 0;
+  return update;
 }
 
 // ---------------------------------------------------------------- the executor's part
-
-// Directions are made for all chunks, then matrices are orthogonalized one after the other. Each
-// loop's end starts the next one, on an engine's thread, so that no thread waits.
-struct Executor::Orthogonalizing {
-  std::shared_ptr<const StepUpdate> update;
-  std::vector<StateBounds> bounds;  // Before; empty: unknown.
-  bool is_decided = false;
-  SecondRound round;
-  std::function<void(SecondRound)> then;
-
-  std::vector<int> matrices;  // Those left, the next one last.
-  std::optional<NewtonSchulz> newton_schulz;
-  std::vector<Loop> loops;  // Of the matrix, or before the first one.
-  size_t next_loop = 0;
-  std::vector<double> largest;  // Of O, by piece.
-};
-
-void Executor::Orthogonalize(std::shared_ptr<const StepUpdate> update,
-                             std::vector<StateBounds> bounds,
-                             const std::optional<SecondDecision>& decided,
-                             std::function<void(SecondRound)> then) {
-  auto work = std::make_shared<Orthogonalizing>();
-  work->update = std::move(update);
-  work->bounds = std::move(bounds);
-  work->is_decided = decided.has_value();
-  work->round = {.decision = decided.value_or(SecondDecision()),
-                 .bounds = work->bounds,
-                 .update_counts = work->update->update_counts};
-  work->round.bounds.resize(core_.layout.group_count());
-  work->then = std::move(then);
-  work->matrices = MatricesOf(core_.layout, *work->update);
-  std::erase_if(work->matrices,
-                [&](int p) { return work->is_decided && !NeedsOrthogonal(*work, p); });
-  std::ranges::reverse(work->matrices);
-  work->loops.push_back({.count = static_cast<int64_t>(core_.layout.chunks().size()),
-                         .body = [this, at = work.get()](int64_t chunk) {
-                           MakeDirections(*at->update, static_cast<int>(chunk));
-                         }});
-  RunNextLoop(std::move(work));
-}
-
-// Of a decision that an earlier process has made.
-bool Executor::NeedsOrthogonal(const Orthogonalizing& work, int parameter) const {
-  if (std::ranges::binary_search(work.round.decision.left, parameter)) return false;
-  return std::ranges::any_of(core_.layout.ChunksOfParameter(parameter),
-                             [&](int chunk) { return memory_.store->is_half(chunk); });
-}
 
 void Executor::MakeDirections(const StepUpdate& update, int chunk) {
   if (!HasTwoRounds(chunk)) return;
   ballast::MakeDirections(
       UpdateOf(update, chunk, memory_.store->Published(chunk)),
       [&](int parameter) { return update.update_counts[parameter]; },
-      memory_.directions->of_chunk(chunk));
+      memory_.directions->direction(chunk));
+}
+
+// Matrices are orthogonalized one after the other. Each loop's end starts the next one, on an
+// engine's thread, so that no thread waits.
+struct Executor::Orthogonalizing {
+  std::shared_ptr<const StepUpdate> update;
+  std::vector<StateBounds> bounds;  // Before; empty: unknown.
+  SecondRound round;
+  std::function<void(SecondRound)> then;
+
+  std::vector<int> matrices;  // Those left, the next one last.
+  std::optional<NewtonSchulz> newton_schulz;
+  std::vector<Loop> loops;  // Of the matrix.
+  size_t next_loop = 0;
+  std::vector<double> largest;  // Of O, by piece.
+};
+
+void Executor::Orthogonalize(std::shared_ptr<const StepUpdate> update,
+                             std::vector<StateBounds> bounds,
+                             std::function<void(SecondRound)> then) {
+  auto work = std::make_shared<Orthogonalizing>();
+  work->update = std::move(update);
+  work->bounds = std::move(bounds);
+  work->round.bounds = work->bounds;
+  work->round.bounds.resize(core_.layout.group_count());
+  work->then = std::move(then);
+  work->matrices = MatricesOf(core_.layout, *work->update);
+  std::ranges::reverse(work->matrices);
+  RunNextLoop(std::move(work));
 }
 
 void Executor::RunNextLoop(std::shared_ptr<Orthogonalizing> work) {
   if (work->next_loop == work->loops.size()) {
     if (work->newton_schulz.has_value()) EndMatrix(*work);
-    if (work->matrices.empty()) {
-      for (const int p : work->round.decision.left) work->round.update_counts[p] = 0;
-      return work->then(std::move(work->round));
-    }
+    if (work->matrices.empty()) return work->then(std::move(work->round));
     BeginMatrix(*work);
   }
   const Loop& loop = work->loops[work->next_loop++];
@@ -162,24 +151,31 @@ void Executor::EndMatrix(Orthogonalizing& work) {
   const int p = work.matrices.back();
   work.matrices.pop_back();
   work.newton_schulz.reset();
-  if (work.is_decided) return;
-  const ParameterSpec& parameter = core_.spec().layout.parameters[p];
-  const HyperParameters& values = work.update->hyper_parameters[parameter.group];
-  const double largest = *std::ranges::max_element(work.largest);
-  const double before =
-      work.bounds.empty() ? StateBounds::kUnknown : work.bounds[parameter.group].master();
-  double after = WeightBoundAfter(values, parameter.shape, before, largest);
+  const int group = core_.spec().layout.parameters[p].group;
+  DecideMatrix(*work.update, p, *std::ranges::max_element(work.largest),
+               work.bounds.empty() ? StateBounds::kUnknown : work.bounds[group].master(),
+               work.round);
+}
+
+void Executor::DecideMatrix(const StepUpdate& update, int parameter, double largest,
+                            double bound_before, SecondRound& round) const {
+  const ParameterSpec& matrix = core_.spec().layout.parameters[parameter];
+  const HyperParameters& values = update.hyper_parameters[matrix.group];
+  double after = WeightBoundAfter(values, matrix.shape, bound_before, largest);
   if (!std::isfinite(after) && std::isfinite(largest)) {
-    after = WeightBoundAfter(values, parameter.shape, LargestWeight(p), largest);
+    after = WeightBoundAfter(values, matrix.shape, LargestWeight(parameter), largest);
   }
   if (std::isfinite(after)) {
-    double& bound = work.round.bounds[parameter.group].planes[0];
+    double& bound = round.bounds[matrix.group].planes[0];
     bound = std::max(bound, after);
     return;
   }
-  SecondDecision& decision = work.round.decision;
-  if (decision.left.empty()) decision.is_finite = std::isfinite(largest);
-  decision.left.push_back(p);
+  if (round.decision.left.empty()) {
+    round.decision.why = absl::StrCat(
+        "Newton-Schulz of ", matrix.name, "'s direction gave ",
+        std::isfinite(largest) ? "a step that fp32 does not hold" : "values that are not finite");
+  }
+  round.decision.left.push_back(parameter);
 }
 
 double Executor::LargestWeight(int parameter) const {
@@ -195,9 +191,15 @@ double Executor::LargestWeight(int parameter) const {
   return largest;
 }
 
-void Executor::CarryOutSecond(std::shared_ptr<UpdatePlan> plan, SecondRound round,
-                              std::function<void()> then) {
-  plan->update.update_counts = std::move(round.update_counts);
+UpdatePlan Executor::MakeSecondPlan(StepUpdate update) {
+  return {.outcome = {},
+          .update = std::move(update),
+          .listeners = ranks_.ByRank(),
+          .weights_in_place = ranks_.WeightsMemories(),
+          .speculation = {}};
+}
+
+void Executor::CarryOutSecond(std::shared_ptr<UpdatePlan> plan, std::function<void()> then) {
   core_.environment.tasks->ForEach(
       static_cast<int64_t>(core_.layout.chunks().size()),
       [this, keep = core_.KeepAlive(), plan](int64_t index) {

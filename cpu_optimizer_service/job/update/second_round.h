@@ -22,7 +22,10 @@ std::vector<int> MatricesOf(const Layout& layout, const StepUpdate& update);
 double WeightBoundAfter(const HyperParameters& values, const std::vector<int64_t>& shape,
                         double weight, double orthogonal);
 
-// "h.0.w and 3 more were left as they were: ..."; empty if none was.
+// What the round updates; once it is decided, without what is left.
+StepUpdate SecondUpdateOf(const KeptDirections& directions);
+
+// "the weights of h.0.w and 3 more were left as they were: ..."; empty if none was.
 std::string WhatWasLeft(const LayoutSpec& layout, const SecondDecision& decision);
 
 }  // namespace ballast

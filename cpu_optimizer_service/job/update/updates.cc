@@ -61,8 +61,8 @@ int64_t Executor::WeightBytes(int index) const {
 }
 
 bool Executor::HasTwoRounds(int chunk) const {
-  return RowOf(core_.spec().groups[core_.layout.chunks()[chunk].group].hyper_parameters.rule)
-             .rounds > 1;
+  return ballast::HasTwoRounds(
+      core_.spec().groups[core_.layout.chunks()[chunk].group].hyper_parameters.rule);
 }
 
 uint64_t Executor::LaneTag(uint64_t step, Round round) {
@@ -88,7 +88,7 @@ ChunkUpdate Executor::UpdateOf(const StepUpdate& update, int index, const Slot& 
           .chunk = index,
           .gradient = round == Round::kFirst
                           ? memory_.gradients->view(index)
-                          : GradientView{.data = memory_.directions->of_chunk(index).data(),
+                          : GradientView{.data = memory_.directions->orthogonal(index).data(),
                                          .dtype = DType::kBFloat16},
           .from = from,
           .to = {},
@@ -154,10 +154,8 @@ void Executor::ApplyToChunk(const UpdatePlan& plan, int index, Round round) {
                              ? journal_.kept()->update_lanes().Take(
                                    index, LaneTag(plan.update.step, round), /*may_wait=*/true)
                              : nullptr;
-  // What is written elsewhere has no lane: a later process computes it from the gradient again. So it
-  // does with the directions of a second round.
-  const bool gradient_may_go =
-      journal_.kept() == nullptr || (lane != nullptr && round == Round::kFirst);
+  // What is written elsewhere has no lane: a later process computes it from the gradient again.
+  const bool gradient_may_go = journal_.kept() == nullptr || lane != nullptr;
   WeightBuffer weights;
   if (listener != nullptr) weights = BufferFor(plan, index, gradient_may_go);
   {
@@ -168,6 +166,8 @@ void Executor::ApplyToChunk(const UpdatePlan& plan, int index, Round round) {
   Publish(*write, plan.update, round);
   // After the chunk's word: up to that a later process needs the lane to go on with the update.
   if (lane != nullptr) journal_.kept()->update_lanes().Give(lane);
+  // While the gradient is in the cache.
+  if (IsHalf(plan.update, index, round)) MakeDirections(plan.update, index);
   if (listener == nullptr) return;
   CountWeights(index, weights);
   listener->OnWeights(plan.update.step, index, std::move(weights));

@@ -74,6 +74,10 @@ JobRecord SomeRecord() {
   record.torn_by = "/torn";
   record.later_changes = {{.lr = 3}, {}};
   record.decision = SomeDecision();
+  record.directions = {.record = SomeStep(),
+                       .coverage_complete = true,
+                       .update_counts = {7, 0, 6},
+                       .second = SecondDecision{.left = {2}, .why = "because"}};
   record.undid_update = true;
   record.undone = {.step = 9, .generation = {2, /*epoch=*/3}};
   record.writing = KeptWrite{.write = {.step = 7,
@@ -109,8 +113,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 3061u);
-  EXPECT_EQ(HashOf(bytes), "7b310b1bc0badd4a9afad7592abd2835149adc13bfcd080c3af43671c4970ad8");
+  EXPECT_EQ(bytes.size(), 3525u);
+  EXPECT_EQ(HashOf(bytes), "fb8e6cd3a7215aa61dac91f7e74f6fa8d0c9ec25fececbdce0428ca2bc07016f");
 }
 
 }  // namespace
