@@ -42,7 +42,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 11
+#define BALLAST_API_VERSION 12
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -89,6 +89,12 @@ typedef enum ballast_on_abort {
   BALLAST_ON_ABORT_REDO = 0, /* Sessions end with ABORTED; every rank repeats the step. */
   BALLAST_ON_ABORT_SKIP = 1  /* The step is skipped on all ranks, whose sessions go on. */
 } ballast_on_abort;
+
+/* Who orthogonalizes the directions of groups with the rule Muon. */
+typedef enum ballast_newton_schulz {
+  BALLAST_BY_SERVICE = 0, /* In fp32. The same bits on every machine, for any number of ranks. */
+  BALLAST_BY_WORKERS = 1  /* The ranks: ballast_read_directions. */
+} ballast_newton_schulz;
 
 /* Whether a gradient of a chunk is its last one of the step. */
 typedef enum ballast_last {
@@ -221,6 +227,7 @@ typedef struct ballast_job {
   const char* const* members;
   size_t member_count;
   const int32_t* homes;
+  int32_t newton_schulz; /* ballast_newton_schulz. Since version 12. */
 } ballast_job;
 
 typedef struct ballast_options {
@@ -280,6 +287,10 @@ typedef struct ballast_info {
   int32_t shares_memory;    /* 1: with the service, on the same host. */
   int32_t last_step_applied;
   const char* job_uid; /* Valid until ballast_close. */
+  /* Not 0: the directions of this step are to be orthogonalized. If it is so when a session was opened:
+   * ballast_read_directions, ballast_give_orthogonal and ballast_receive_weights, before anything else.
+   * Then committed_step is the step. Since version 12. */
+  uint64_t directions_step;
 } ballast_info;
 
 /* Elements [begin, begin + elements) of the flat space of `group`; with a mesh, of the rank's
@@ -506,6 +517,17 @@ int32_t ballast_seal_and_vote(ballast_session* session, uint32_t micro_steps,
  * decision. FAILED_PRECONDITION: the step is decided, receive its weights. DEADLINE_EXCEEDED:
  * call again to continue waiting. */
 int32_t ballast_discard(ballast_session* session);
+/* In a job with BALLAST_BY_WORKERS, after each applied decision and before ballast_receive_weights. Waits for
+ * the directions of parameters with the rule Muon, and writes this rank's elements of them: count
+ * (parameter_count) pointers, as in ballast_options.weights, to bf16. A pointer may be null if the parameter
+ * has another rule. Ranks put matrices together from their elements, and orthogonalize them. wanted: 0 if
+ * nothing is to be given, because the step changes no matrix, or an operator has ended the round. Since version
+ * 12, as the next function. */
+int32_t ballast_read_directions(ballast_session* session, void* const* directions, size_t count,
+                                int32_t* wanted);
+/* Gives O, what became of them: reads this rank's elements, in bf16. The session keeps a copy until
+ * ballast_receive_weights has returned, for a service that crashes. */
+int32_t ballast_give_orthogonal(ballast_session* session, const void* const* orthogonal, size_t count);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);
 /* Optional, before ballast_receive_weights: returns when the weights of these parameters, by

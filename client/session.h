@@ -323,6 +323,22 @@ class Session {
   // FAILED_PRECONDITION: the step is decided; receive its weights. DEADLINE_EXCEEDED: the discard
   // is on its way; call Discard again to continue waiting, before any other call of the step.
   virtual absl::Status Discard() = 0;
+  // In a job with newton_schulz kWorkers, after each applied decision and before ReceiveWeights. Waits
+  // for the directions of this rank's chunks of matrices, and calls place(chunk, direction) for
+  // each, from this thread: chunk.elements values in bf16. Ranks put matrices together from their
+  // chunks, orthogonalize them, and give back what becomes of each chunk. False: nothing is to be
+  // given, because the step changes no matrix, or an operator has ended the round.
+  virtual absl::StatusOr<bool> ReadDirections(
+      const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) = 0;
+  // O: calls fill(chunk, out) for each of those chunks, which writes chunk.elements values in bf16.
+  // Returns when the service has them. The session keeps a copy until ReceiveWeights returns, and
+  // gives it again to a service that has lost it.
+  virtual absl::Status GiveOrthogonal(
+      const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) = 0;
+  // Not 0: the directions of this step are to be orthogonalized. If it is so when a session was
+  // opened, the rank reads them, gives O and receives weights before anything else. Then
+  // committed_step() is the step.
+  virtual uint64_t directions_step() const = 0;
   // Returns when this rank's chunks of the decided step are in place and all ranks' chunks are at
   // it. After a skipped step it returns as soon as the step is committed.
   virtual absl::Status ReceiveWeights() = 0;

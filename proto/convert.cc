@@ -27,6 +27,7 @@ std::string WithoutPrefix(absl::string_view name, absl::string_view prefix) {
 static_assert(v1::FP32 == static_cast<int>(DType::kFloat32) + 1);
 static_assert(v1::ZERO == static_cast<int>(UnusedPolicy::kZero) + 1);
 static_assert(v1::SKIP_STEP == static_cast<int>(OnAbort::kSkip) + 1);
+static_assert(v1::BY_WORKERS == static_cast<int>(Orthogonalizer::kWorkers) + 1);
 static_assert(v1::SPECULATE == static_cast<int>(UpdateMode::kSpeculate) + 1);
 static_assert(v1::SUM == static_cast<int>(Plane::kSum) + 1);
 static_assert(v1::SIGN_SGD == static_cast<int>(Rule::kSignSgd) + 1);
@@ -390,6 +391,7 @@ v1::Job ToProto(const JobSpec& spec, bool with_parameters) {
   job.set_max_micro_steps(spec.max_micro_steps);
   job.set_update_mode(ToProto(spec.update_mode));
   job.set_on_abort(EnumToProto<v1::OnAbort>(spec.on_abort));
+  job.set_newton_schulz(EnumToProto<v1::NewtonSchulz>(spec.newton_schulz));
   job.set_keep_previous(spec.keep_previous);
   for (const MemberSpec& member : spec.members) job.add_members()->set_address(member.address);
   job.mutable_homes()->Add(spec.homes.begin(), spec.homes.end());
@@ -410,6 +412,8 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   spec.max_micro_steps = job.max_micro_steps();
   BALLAST_ASSIGN_OR_RETURN(spec.update_mode, FromProto(job.update_mode()));
   BALLAST_ASSIGN_OR_RETURN(spec.on_abort, EnumOrFirst<OnAbort>(job.on_abort(), "on_abort"));
+  BALLAST_ASSIGN_OR_RETURN(spec.newton_schulz,
+                           EnumOrFirst<Orthogonalizer>(job.newton_schulz(), "newton_schulz"));
   BALLAST_ASSIGN_OR_RETURN(spec.unused_policy,
                            EnumOrFirst<UnusedPolicy>(job.unused_policy(), "unused_policy"));
   spec.keep_previous = job.keep_previous();

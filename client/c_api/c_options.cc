@@ -245,6 +245,12 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
         absl::StrCat("keep_previous is ", given.keep_previous, "; expected 0 or 1"));
   }
   job.keep_previous = given.keep_previous == 1;
+  if (given.newton_schulz != BALLAST_BY_SERVICE && given.newton_schulz != BALLAST_BY_WORKERS) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("newton_schulz is ", given.newton_schulz, "; expected 0 or 1"));
+  }
+  job.newton_schulz = given.newton_schulz == BALLAST_BY_WORKERS ? Orthogonalizer::kWorkers
+                                                                : Orthogonalizer::kService;
   BALLAST_RETURN_IF_ERROR(ReadMembers(given, job));
   return job;
 }

@@ -138,6 +138,27 @@ void CopyWeights(const ballast_session& session, int chunk) {
   });
 }
 
+// INVALID_ARGUMENT if there is no pointer to a parameter of which this rank owns elements that have
+// directions.
+template <typename Pointer>
+absl::Status CheckMatrices(const ballast_session& session, const Pointer* matrices, size_t count) {
+  BALLAST_RETURN_IF_ERROR(CheckGiven(matrices, "the array of pointers"));
+  BALLAST_RETURN_IF_ERROR(CheckCount(session, count));
+  const JobSpec& job = session.options.job;
+  const std::vector<bool> owned = OwnedBy(session.options);
+  for (size_t p = 0; p < count; ++p) {
+    const ParameterSpec& parameter = job.layout.parameters[p];
+    if (matrices[p] == nullptr && owned[p] &&
+        HasTwoRounds(job.groups[parameter.group].hyper_parameters.rule)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("there is no pointer for parameter ", parameter.name));
+    }
+  }
+  return absl::OkStatus();
+}
+
+constexpr int64_t kDirectionBytes = 2;  // bf16.
+
 std::unique_ptr<WeightCopies> CopiesOf(ballast_session& session) {
   const Layout& layout = session.session->layout();
   const absl::Span<const int> chunks = layout.chunks_of_rank(session.options.rank);
@@ -256,7 +277,8 @@ int32_t ballast_get_info(const ballast_session* session, ballast_info* info) {
                         .awaiting_weights = given.awaiting_weights(),
                         .shares_memory = given.shares_memory(),
                         .last_step_applied = given.last_step_applied(),
-                        .job_uid = given.job_uid().c_str()},
+                        .job_uid = given.job_uid().c_str(),
+                        .directions_step = given.directions_step()},
            info);
     return absl::OkStatus();
   });
@@ -525,6 +547,46 @@ int32_t ballast_discard(ballast_session* session) {
     // After the answer: what other threads give until then is of the old attempt, and goes with it.
     session->gradients->Reset();
     return absl::OkStatus();
+  });
+}
+
+int32_t ballast_read_directions(ballast_session* session, void* const* directions, size_t count,
+                                int32_t* wanted) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(wanted, "wanted"));
+    BALLAST_RETURN_IF_ERROR(CheckMatrices(*session, directions, count));
+    const ballast::Layout& layout = session->session->layout();
+    const auto place = [&](int chunk, absl::Span<const std::byte> direction) {
+      layout.VisitParts(chunk, [&](const ballast::ChunkPart& part) {
+        std::memcpy(static_cast<std::byte*>(directions[part.parameter]) +
+                        part.part_offset * kDirectionBytes,
+                    direction.data() + part.chunk_offset * kDirectionBytes,
+                    part.elements * kDirectionBytes);
+        return true;
+      });
+    };
+    BALLAST_ASSIGN_OR_RETURN(const bool are_wanted, session->session->ReadDirections(place));
+    *wanted = are_wanted ? 1 : 0;
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_give_orthogonal(ballast_session* session, const void* const* orthogonal,
+                                size_t count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckMatrices(*session, orthogonal, count));
+    const ballast::Layout& layout = session->session->layout();
+    return session->session->GiveOrthogonal([&](int chunk, absl::Span<std::byte> out) {
+      layout.VisitParts(chunk, [&](const ballast::ChunkPart& part) {
+        std::memcpy(out.data() + part.chunk_offset * kDirectionBytes,
+                    static_cast<const std::byte*>(orthogonal[part.parameter]) +
+                        part.part_offset * kDirectionBytes,
+                    part.elements * kDirectionBytes);
+        return true;
+      });
+    });
   });
 }
 

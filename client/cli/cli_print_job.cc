@@ -67,6 +67,14 @@ std::string PhaseText(const v1::Job& job) {
     more = absl::StrCat(job.phase() == v1::CREATING ? "it" : step, " waits: ", job.waits_for());
   }
   if (job.phase() == v1::UPDATING) more = absl::StrCat("chunks are moving to ", step);
+  if (job.phase() == v1::DIRECTIONS) {
+    std::vector<int32_t> awaited;
+    for (const v1::RankProgress& rank : job.ranks()) {
+      if (rank.orthogonalizes()) awaited.push_back(rank.rank());
+    }
+    more = absl::StrCat("step ", job.committed_step(), " waits for what ", RanksNamed(awaited),
+                        " makes of the directions");
+  }
   if (job.phase() == v1::BROKEN) more = job.problem();
   return absl::StrCat(Name(job.phase()), more.empty() ? "" : "; ", more);
 }
@@ -371,13 +379,14 @@ std::string JobText(const v1::Job& job) {
                                        FormatCount(job.applied_steps()), " applied, ",
                                        FormatCount(job.skipped_steps()), " skipped)")),
       FormatField("coverage", CoverageText(job)));
-  absl::StrAppend(&text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
-                  FormatField("update", UpdateText(job)), MemoryText(job.memory()),
-                  SharedMemoryText(job), SavesText(job), ActivitiesText(job),
-                  FormatField("unused", Name(job.unused_policy())),
-                  FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"),
-                  job.keep_previous() ? FormatField("undo", UndoText(job)) : "", "\n",
-                  MembersText(job), RanksText(job), "\n");
+  absl::StrAppend(
+      &text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
+      FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
+      SavesText(job), ActivitiesText(job), FormatField("unused", Name(job.unused_policy())),
+      FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"),
+      job.newton_schulz() == v1::BY_WORKERS ? FormatField("Newton-Schulz", "by workers") : "",
+      job.keep_previous() ? FormatField("undo", UndoText(job)) : "", "\n", MembersText(job),
+      RanksText(job), "\n");
   absl::StrAppend(&text,
                   job.recent_steps().empty() ? "no step has been decided yet\n" : StepsText(job));
   return text;

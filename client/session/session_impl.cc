@@ -127,9 +127,15 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time& deadli
     last_step_.applied = records.rbegin()->applied();
   }
   KnowInherited(attached_.job());
+  // As a session that has the step's decision.
+  if (in_second_round_.exchange(attached_.job().phase() == v1::DIRECTIONS)) progress_.End();
+  if (in_second_round_) {
+    progress_.Begin(attached_.committed_step());
+    BALLAST_RETURN_IF_ERROR(DecideAgain(progress_.standing(), attached_.job()));
+  }
   attached_.clear_job();  // A job's description can be large, and is no longer needed.
   awaiting_weights_ = attached_.awaiting_weights();
-  committed_step_ = attached_.committed_step();
+  committed_step_ = attached_.committed_step() - (in_second_round_ ? 1 : 0);
   // Both before the stream: its open message says whether weights stay in shared memory, and
   // whether there is memory for provisional ones.
   ShareMemory(attached_.shared_memory(), deadline);
@@ -218,6 +224,7 @@ v1::OpenTrain SessionImpl::OpenMessage() const {
   *open.mutable_generation() = attached_.generation();
   if (may_speculate()) open.set_update_mode(v1::SPECULATE);
   open.set_weights_in_shared_memory(shared_memory_ != nullptr);
+  open.set_orthogonalizes(options_.job.newton_schulz == Orthogonalizer::kWorkers);
   return open;
 }
 
@@ -283,7 +290,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   // Before the message leaves: the answers to it are checked against the step in progress, and
   // another thread may receive them before Send returns.
   progress_.Begin(step);
-  guesses_ = false;
+  guesses_ = in_second_round_ = false;
   if (report_.sent) report_ = {};
   return log_.Send(std::move(request));
 }
@@ -462,9 +469,9 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
         if (!(voting ? rank.voted() : rank.sealed())) ranks.push_back(rank.rank());
       }
       if (ranks.empty() && !job->waits_for().empty()) {
-        return Annotate(absl::DeadlineExceededError(absl::StrCat(
-                            status.message(), "; ", job->waits_for())),
-                        Context());
+        return Annotate(
+            absl::DeadlineExceededError(absl::StrCat(status.message(), "; ", job->waits_for())),
+            Context());
       }
       // If no rank is awaited, the service itself may hold the decision back, for a save that has
       // no memory for second versions.
@@ -515,10 +522,33 @@ absl::Status SessionImpl::ReceiveWeights() {
     return absl::FailedPreconditionError(
         absl::StrCat(Context(), ": ReceiveWeights before Seal has returned a decision"));
   }
+  if (progress_.standing().awaits_orthogonal && !ChunksOfTwoRounds().empty()) {
+    const MutexLock lock(orthogonal_mutex_);
+    if (orthogonal_.empty()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(Context(), ": ReceiveWeights before GiveOrthogonal"));
+    }
+  }
   const absl::StatusOr<double> seconds = progress_.AwaitCommitted(options_.seal_timeout);
   if (!seconds.ok()) {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
-    return Annotate(seconds.status(), Context());
+    if (!progress_.standing().awaits_orthogonal) return Annotate(seconds.status(), Context());
+    std::vector<int> ranks;
+    const auto job = client::GetJob(*transport_, options_.job.name, attached_.uid());
+    for (int i = 0; job.ok() && i < job->ranks_size(); ++i) {
+      if (job->ranks(i).orthogonalizes()) ranks.push_back(job->ranks(i).rank());
+    }
+    return Annotate(
+        absl::DeadlineExceededError(absl::StrCat(
+            seconds.status().message(), "; what it orthogonalizes has not been given by ",
+            ranks.empty() ? "no rank that the service names"
+                          : absl::StrCat("rank ", absl::StrJoin(ranks, ", ")),
+            "; wait with another ReceiveWeights, or abort the step")),
+        Context());
+  }
+  {
+    const MutexLock lock(orthogonal_mutex_);
+    orthogonal_.clear();
   }
   update_seconds_ = *seconds;
   // In this order: the stream may be reopened between the two lines, and of a rank without an open

@@ -19,6 +19,7 @@
 #include "client/session/weights_memory.h"
 #include "client/transport/clock.h"
 #include "client/transport/transport.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
 
@@ -65,6 +66,14 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status Discard() override;
   absl::Status ReceiveWeights() override;
   absl::Status AwaitWeights(absl::Span<const int> chunks) override;
+  absl::StatusOr<bool> ReadDirections(
+      const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) override;
+  absl::Status GiveOrthogonal(
+      const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) override;
+  uint64_t directions_step() const override {
+    const StepProgress::Standing standing = progress_.standing();
+    return standing.awaits_orthogonal ? standing.step : 0;
+  }
   double update_seconds() const override { return update_seconds_; }
 
  private:
@@ -88,6 +97,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
   absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                absl::Duration limit) override;
+  absl::Status OnOpened(const v1::Opened& opened, absl::Duration limit) override;
   void OnEnded(const absl::Status& status) override;
   absl::Status OnSealRefused(const v1::SealRefused& refused);
   absl::Status OnNorm(const v1::StepNorm& message);
@@ -102,9 +112,16 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   void DropProvisionalWeights();
   absl::Status OnCommitted(const v1::StepCommitted& committed);
   absl::Status Decide(StepDecision decision);
+  // The decision of a committed step, by its record.
+  absl::Status DecideAgain(const StepProgress::Standing& standing, const v1::Job& job);
   absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
                           absl::Duration limit);
 
+  // Those of this rank that have directions.
+  std::vector<int> ChunksOfTwoRounds() const;
+  // What the rank has given in this step, if anything. OK also if the service does not want it any
+  // more.
+  absl::Status SendOrthogonal(absl::Duration limit);
   // For both uploads.
   absl::Status Upload(const FirstState& state,
                       const std::function<void(int chunk, absl::Span<float> out)>& fill);
@@ -165,6 +182,11 @@ class SessionImpl final : public Session, private StreamKeeper::User {
     bool sent = false;  // With a seal or a vote.
   } report_;
 
+  // Until the step's end, because the service may lose it with its process.
+  Mutex orthogonal_mutex_;
+  std::vector<std::vector<std::byte>> orthogonal_
+      ABSL_GUARDED_BY(orthogonal_mutex_);  // By chunk; empty: none was given.
+
   // The destination of a chunk's weights: the trainer's memory, or where the trainer reads them in
   // place.
   const std::function<absl::Span<std::byte>(int chunk)> weights_at_;
@@ -175,6 +197,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   std::optional<WeightsMemory> weights_memory_;
 
   std::atomic<uint64_t> committed_step_ = 0;
+  // The stream was opened in the second round of the step in progress.
+  std::atomic<bool> in_second_round_ = false;
   std::atomic<bool> guesses_ = false;  // A push of the step in progress had may_guess.
   StepProgress progress_;
   // Destroyed after the stream, because the transport may use payloads until then.

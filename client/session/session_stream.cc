@@ -48,6 +48,8 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
       return OnDecision(message.decision());
     case v1::TrainResponse::kWeights:
       return OnWeights(message.weights().header(), payload);
+    case v1::TrainResponse::kDirections:
+      return progress_.Directions(message.directions().step());
     case v1::TrainResponse::kCommitted:
       return OnCommitted(message.committed());
     case v1::TrainResponse::kSharedWeights:
@@ -104,9 +106,12 @@ absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
 
 void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
   progress_.Waiting(waiting.step(), {waiting.ranks().begin(), waiting.ranks().end()});
-  Log().warn("{}: {}; the service waits for rank {}{}{}", Context(),
-             progress_.has_norm() ? "voted" : "sealed", absl::StrJoin(waiting.ranks(), ", "),
-             waiting.why().empty() ? "" : ": ", waiting.why());
+  const char* const did = progress_.standing().awaits_orthogonal ? "O is given"
+                          : progress_.has_norm()                 ? "voted"
+                                                                 : "sealed";
+  Log().warn("{}: {}; the service waits for rank {}{}{}", Context(), did,
+             absl::StrJoin(waiting.ranks(), ", "), waiting.why().empty() ? "" : ": ",
+             waiting.why());
 }
 
 absl::Status SessionImpl::Decide(StepDecision decision) {
@@ -185,6 +190,8 @@ absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPiece
     return absl::InternalError(absl::StrCat("the service sent weights of step ", header.step(),
                                             ", which has no decision that applies it"));
   }
+  // A stream that was opened in a second round brings all weights of the step.
+  if (in_second_round_ && sink_.has(header.chunk())) return absl::OkStatus();
   return sink_.Place(header, payload);
 }
 
@@ -225,6 +232,7 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
   DropProvisionalWeights();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
+  in_second_round_ = attached.job().phase() == v1::DIRECTIONS;
   // Between steps, and nothing happened meanwhile. Before there are weights the step is that of the
   // state which ranks are about to give.
   if (standing.step == 0 && (service == committed_step_ || attached.awaiting_weights())) {
@@ -232,6 +240,7 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
   }
   // The step was committed while the stream was broken.
   if (standing.step != 0 && service == standing.step) {
+    if (in_second_round_) return DecideAgain(standing, attached.job());
     return FinishStep(standing, attached.job(), limit);
   }
   // The step is still open: the log sends what the service does not have.
@@ -248,22 +257,30 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
       "; open the session again"));
 }
 
+absl::Status SessionImpl::OnOpened(const v1::Opened& opened, absl::Duration limit) {
+  if (!in_second_round_) return absl::OkStatus();
+  if (!opened.awaits_orthogonal()) {
+    return absl::UnavailableError("the second round ended while the stream was being opened");
+  }
+  BALLAST_RETURN_IF_ERROR(progress_.Directions(progress_.step()));
+  return SendOrthogonal(limit);  // The service may have lost it with its process.
+}
+
+absl::Status SessionImpl::DecideAgain(const StepProgress::Standing& standing, const v1::Job& job) {
+  if (standing.decided) return absl::OkStatus();
+  for (const v1::StepRecord& record : job.recent_steps()) {
+    if (record.step() == standing.step) return Decide(ToDecision(record));
+  }
+  return absl::DataLossError(absl::StrCat("the service has committed step ", standing.step,
+                                          ", but has no record of its decision; open the session "
+                                          "again"));
+}
+
 absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
                                      absl::Duration limit) {
   // Everything has come; only the trainer's ReceiveWeights, which needs no stream, is missing.
   if (standing.committed) return absl::OkStatus();
-  if (!standing.decided) {
-    const v1::StepRecord* record = nullptr;
-    for (const v1::StepRecord& candidate : job.recent_steps()) {
-      if (candidate.step() == standing.step) record = &candidate;
-    }
-    if (record == nullptr) {
-      return absl::DataLossError(
-          absl::StrCat("the service has committed step ", standing.step,
-                       ", but has no record of its decision; open the session again"));
-    }
-    BALLAST_RETURN_IF_ERROR(Decide(ToDecision(*record)));
-  }
+  BALLAST_RETURN_IF_ERROR(DecideAgain(standing, job));
   // Only the chunks that the old stream did not bring. If the read breaks off, the next attempt
   // comes here again, with fewer of them missing.
   if (progress_.applies(standing.step) && sink_.missing_chunks() > 0) {

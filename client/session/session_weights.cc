@@ -10,10 +10,12 @@
 #include "absl/strings/str_join.h"
 #include "client/session/join.h"
 #include "client/session/log.h"
+#include "client/session/payload_pieces.h"
 #include "client/session/retry.h"
 #include "client/session/session_impl.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -24,6 +26,13 @@ namespace {
 // the session.
 bool MayHealUpload(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsAborted(status);
+}
+
+std::vector<std::byte> Filled(int chunk, int64_t elements,
+                              const std::function<void(int chunk, absl::Span<float> out)>& fill) {
+  std::vector<std::byte> bytes(elements * sizeof(float));  // Aligned for any type.
+  fill(chunk, {reinterpret_cast<float*>(bytes.data()), static_cast<size_t>(elements)});
+  return bytes;
 }
 
 }  // namespace
@@ -93,9 +102,7 @@ absl::Status SessionImpl::SendFirstWeights(
         response =
             transport_->UploadWeights(open, absl::InfiniteDuration(), chunks, [&](int chunk) {
               const Chunk& of = layout_.chunks()[chunk];
-              std::vector<float> values(planes[of.group] * of.elements);
-              fill(chunk, absl::MakeSpan(values));
-              return values;
+              return Filled(chunk, static_cast<int64_t>(planes[of.group]) * of.elements, fill);
             });
         return response.status();
       },
@@ -129,13 +136,11 @@ absl::Status SessionImpl::WriteState(
   const absl::Status written = RetryBetweenSteps(
       [&] {
         return transport_
-            ->UploadWeights(
-                open, timeout, chunks,
-                [&](int chunk) {
-                  std::vector<float> values(write.planes.size() * layout_.chunks()[chunk].elements);
-                  fill(chunk, absl::MakeSpan(values));
-                  return values;
-                })
+            ->UploadWeights(open, timeout, chunks,
+                            [&](int chunk) {
+                              const auto planes = static_cast<int64_t>(write.planes.size());
+                              return Filled(chunk, planes * layout_.chunks()[chunk].elements, fill);
+                            })
             .status();
       },
       MayHealUpload);
@@ -206,6 +211,101 @@ absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>
                                     }));
   if (sink.missing_chunks() == 0) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(sink.missing_chunks(), " chunks did not arrive"));
+}
+
+// ---------------------------------------------------------------- the second round
+
+std::vector<int> SessionImpl::ChunksOfTwoRounds() const {
+  const absl::Span<const int> own = layout_.chunks_of_rank(options_.rank);
+  std::vector<int> chunks(own.begin(), own.end());
+  std::erase_if(chunks, [&](int chunk) {
+    const GroupSpec& group = options_.job.groups[layout_.chunks()[chunk].group];
+    return !HasTwoRounds(group.hyper_parameters.rule);
+  });
+  return chunks;
+}
+
+absl::StatusOr<bool> SessionImpl::ReadDirections(
+    const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) {
+  const absl::StatusOr<bool> awaits = progress_.AwaitDirections(options_.seal_timeout);
+  if (!awaits.ok()) {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    return Annotate(awaits.status(), Context());
+  }
+  std::vector<int> missing = *awaits ? ChunksOfTwoRounds() : std::vector<int>();
+  if (missing.empty()) return *awaits;
+  v1::ReadWeightsRequest request;
+  request.set_name(proto::JobName(options_.job.name));
+  request.set_uid(attached_.uid());
+  request.set_rank(options_.rank);
+  request.set_step(progress_.step());
+  request.set_directions(true);
+  std::vector<std::byte> direction;
+  const absl::Status read = RetryBetweenSteps([&]() -> absl::Status {
+    request.clear_chunks();
+    for (const int chunk : missing) request.add_chunks(static_cast<uint32_t>(chunk));
+    const auto take = [&](const v1::WeightHeader& header, PayloadPieces payload) -> absl::Status {
+      const int chunk = static_cast<int>(header.chunk());
+      if (std::erase(missing, chunk) == 0) {
+        return absl::DataLossError(absl::StrCat("directions of chunk ", chunk, " are not awaited"));
+      }
+      direction.resize(layout_.chunks()[chunk].elements * SizeBytes(DType::kBFloat16));
+      if (TotalBytes(payload) != direction.size()) {
+        return absl::DataLossError(absl::StrCat("directions of chunk ", chunk, " have ",
+                                                TotalBytes(payload), " bytes, expected ",
+                                                direction.size()));
+      }
+      CopyPieces(payload, direction.data());
+      place(chunk, direction);
+      return absl::OkStatus();
+    };
+    if (missing.empty()) return absl::OkStatus();  // An earlier call broke at its end.
+    return transport_->ReadWeights(request, absl::InfiniteDuration(), take).status();
+  });
+  if (ReasonOf(read) == reason::kOtherStep) {
+    // An operator has ended the round.
+    BALLAST_RETURN_IF_ERROR(progress_.AwaitCommitted(options_.seal_timeout).status());
+    return false;
+  }
+  BALLAST_RETURN_IF_ERROR(Annotate(read, absl::StrCat(Context(), ": reading directions")));
+  if (missing.empty()) return true;
+  return absl::DataLossError(
+      absl::StrCat(Context(), ": the directions of ", missing.size(), " chunks did not arrive"));
+}
+
+absl::Status SessionImpl::GiveOrthogonal(
+    const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) {
+  if (!progress_.standing().awaits_orthogonal) {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    if (progress_.standing().committed)
+      return absl::OkStatus();  // An operator has ended the round.
+    return absl::FailedPreconditionError(
+        absl::StrCat(Context(), ": GiveOrthogonal before ReadDirections"));
+  }
+  std::vector<std::vector<std::byte>> orthogonal(layout_.chunks().size());
+  for (const int chunk : ChunksOfTwoRounds()) {
+    orthogonal[chunk].resize(layout_.chunks()[chunk].elements * SizeBytes(DType::kBFloat16));
+    fill(chunk, absl::MakeSpan(orthogonal[chunk]));
+  }
+  {
+    const MutexLock lock(orthogonal_mutex_);
+    orthogonal_ = std::move(orthogonal);
+  }
+  return Annotate(
+      RetryBetweenSteps([&] { return SendOrthogonal(absl::InfiniteDuration()); }, MayHealUpload),
+      absl::StrCat(Context(), ": giving what the rank has orthogonalized"));
+}
+
+absl::Status SessionImpl::SendOrthogonal(absl::Duration limit) {
+  const MutexLock lock(orthogonal_mutex_);  // One call at a time.
+  const std::vector<int> chunks = ChunksOfTwoRounds();
+  if (orthogonal_.empty() || chunks.empty()) return absl::OkStatus();
+  v1::OpenTrain open = OpenMessage();
+  open.set_orthogonal_step(progress_.step());
+  const absl::Span<const std::vector<std::byte>> given = orthogonal_;
+  const auto chunk_at = [given](int chunk) { return given[chunk]; };
+  const absl::Status sent = transport_->UploadWeights(open, limit, chunks, chunk_at).status();
+  return ReasonOf(sent) == reason::kOtherStep ? absl::OkStatus() : sent;
 }
 
 absl::StatusOr<v1::Job> SessionImpl::GetJob() const {

@@ -186,6 +186,19 @@ absl::Status StepProgress::Decided(StepDecision decision) {
   return absl::OkStatus();
 }
 
+absl::Status StepProgress::Directions(uint64_t step) {
+  MutexLock lock(mutex_);
+  if (absl::Status status = CheckStep("the directions", step); !status.ok()) return status;
+  if (!now_.decision.has_value()) {
+    return absl::InternalError(
+        absl::StrCat("the service sent directions of step ", step, " before its decision"));
+  }
+  now_.has_directions = true;
+  now_.awaited_ranks.clear();
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
 absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
   MutexLock lock(mutex_);
   if (absl::Status status = CheckStep("the end", step); !status.ok()) return status;
@@ -297,6 +310,20 @@ absl::Status StepProgress::AwaitWeights(absl::Span<const int> chunks, absl::Dura
   }
 }
 
+absl::StatusOr<bool> StepProgress::AwaitDirections(absl::Duration limit) {
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    if (!now_.decision.has_value()) return absl::FailedPreconditionError("no step is decided");
+    if (!now_.decision->applied || now_.update_seconds.has_value()) return false;
+    if (!failure_.ok()) return failure_;
+    if (now_.has_directions) return true;
+    if (!in_time) return TimedOut("the directions", limit);
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
 absl::StatusOr<double> StepProgress::AwaitCommitted(absl::Duration limit) {
   const auto deadline = SteadyDeadline(limit);
   MutexLock lock(mutex_);
@@ -323,6 +350,7 @@ StepProgress::Standing StepProgress::standing() const {
   MutexLock lock(mutex_);
   return {.step = now_.step,
           .decided = now_.decision.has_value(),
+          .awaits_orthogonal = now_.has_directions && !now_.update_seconds.has_value(),
           .committed = now_.update_seconds.has_value()};
 }
 

@@ -53,6 +53,8 @@ class StepProgress {
   // The rank is in attempt `at` from now on, and has not begun it.
   absl::Status Discarded(StepAttempt at);
   absl::Status Decided(StepDecision decision);
+  // The decided step has a second round, whose directions the ranks orthogonalize.
+  absl::Status Directions(uint64_t step);
   absl::Status Committed(uint64_t step, double update_seconds);
   // The weights of the chunk, after the decision, are in place.
   void Arrived(int chunk);
@@ -73,6 +75,9 @@ class StepProgress {
   // Waits for the weights of these chunks, or for the end of the step. FAILED_PRECONDITION: no
   // decision.
   absl::Status AwaitWeights(absl::Span<const int> chunks, absl::Duration limit);
+  // Waits for directions, or the end of the step: then false, also if there were some.
+  // FAILED_PRECONDITION: no decision.
+  absl::StatusOr<bool> AwaitDirections(absl::Duration limit);
   // Waits for the end of the step. Returns the update seconds.
   absl::StatusOr<double> AwaitCommitted(absl::Duration limit);
 
@@ -85,6 +90,7 @@ class StepProgress {
   struct Standing {
     uint64_t step = 0;  // 0: no step is open.
     bool decided = false;
+    bool awaits_orthogonal = false;
     bool committed = false;
   };
   Standing standing() const;
@@ -112,6 +118,7 @@ class StepProgress {
     std::optional<absl::Status> refusal;
     std::vector<int> awaited_ranks;
     std::optional<StepDecision> decision;
+    bool has_directions = false;
     std::vector<bool> arrived;  // By chunk, up to the last one that has.
     std::optional<double> update_seconds;
   };

@@ -124,6 +124,7 @@ absl::Status StreamKeeper::Open(absl::Duration limit) {
         absl::StrCat("the service went from step ", settings_.committed_step, " to ",
                      opened.committed_step(), " while the stream was being opened"));
   }
+  BALLAST_RETURN_IF_ERROR(user_.OnOpened(opened, limit));
   {
     MutexLock lock(mutex_);
     // It may have ended since it opened. That is an error of this call, not of the session: the
@@ -241,6 +242,7 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
     // returns its record.
     return absl::UnavailableError("the step was committed while the stream was being reopened");
   }
+  BALLAST_RETURN_IF_ERROR(user_.OnOpened(*opened, left()));
   open_since_ = clock_.Now();
   const SendLog::Resumed resumed = log_.Resume(*stream_, *opened);
   Log().info("{}: the stream is back: {} messages sent again, {} had arrived", user_.Context(),

@@ -41,6 +41,8 @@ class StreamKeeper final : private TrainListener {
     // is called again; any other error ends the session.
     virtual absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                          absl::Duration limit) = 0;
+    // The stream is open, after the attachment before it. Errors as above.
+    virtual absl::Status OnOpened(const v1::Opened& opened, absl::Duration limit) = 0;
     // The end: called once, and no message is delivered after it. From any thread of the keeper.
     virtual void OnEnded(const absl::Status& status) = 0;
     virtual std::string Context() const = 0;  // For lines in the log.

@@ -28,6 +28,7 @@ class WeightSink {
   // DATA_LOSS, before anything is written, if the chunk is not the rank's, has arrived before, or
   // has another size. INVALID_ARGUMENT if the trainer's memory for it has another size.
   absl::Status Place(const v1::WeightHeader& header, PayloadPieces payload);
+  bool has(uint32_t chunk) const { return chunk < expected_.size() && !expected_[chunk]; }
   // Chunks that have not arrived.
   int64_t missing_chunks() const { return missing_chunks_; }
   std::vector<int> ListMissing() const;

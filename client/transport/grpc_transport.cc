@@ -26,17 +26,15 @@ constexpr absl::Duration kLongLimit = absl::Hours(1);
 
 // Sends the chunks one by one until all are sent or the service has ended the call.
 void SendWeights(BlockingCall& call, uint64_t step, absl::Span<const int> chunks,
-                 const std::function<std::vector<float>(int chunk)>& fill) {
+                 const std::function<std::vector<std::byte>(int chunk)>& fill) {
   for (int chunk : chunks) {
     v1::WeightHeader header;
     header.set_step(step);
     header.set_chunk(static_cast<uint32_t>(chunk));
     // One chunk at a time, so that an upload takes no second copy of the state.
-    const auto values = std::make_shared<std::vector<float>>(fill(chunk));
-    const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values->data()),
-                                           values->size() * sizeof(float));
-    // gRPC keeps the values alive until it has sent them.
-    if (!call.Write(proto::SerializeUploadWeights(header, bytes, [values] {}))) return;
+    const auto bytes = std::make_shared<std::vector<std::byte>>(fill(chunk));
+    // gRPC keeps them alive until it has sent them.
+    if (!call.Write(proto::SerializeUploadWeights(header, *bytes, [bytes] {}))) return;
   }
   call.WritesDone();
 }
@@ -69,7 +67,7 @@ class GrpcTransport final : public Transport {
 
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
-      const std::function<std::vector<float>(int chunk)>& fill) override {
+      const std::function<std::vector<std::byte>(int chunk)>& fill) override {
     BALLAST_ASSIGN_OR_RETURN(const auto channel, connection_.Connected(short_limit_));
     BlockingCall call(channel, "/ballast.v1.TrainService/UploadWeights",
                       std::min(limit, kLongLimit), calls_);
@@ -78,7 +76,9 @@ class GrpcTransport final : public Transport {
     // If a write fails, the service has ended the call, and Finish returns its reason.
     if (call.Write(proto::SerializeControl(first))) {
       SendWeights(call,
-                  open.has_state_write() ? open.state_write().step() : open.first_state().step(),
+                  open.has_state_write()   ? open.state_write().step()
+                  : open.has_first_state() ? open.first_state().step()
+                                           : open.orthogonal_step(),
                   chunks, fill);
     }
     grpc::ByteBuffer answer;

@@ -63,11 +63,11 @@ class Transport {
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
   virtual absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) = 0;
 
-  // Sends `open`, then the values that `fill` returns for each of `chunks`, with the step of
-  // open.first_state or open.state_write. DEADLINE_EXCEEDED as in CreateJob.
+  // Sends `open`, then what `fill` returns for each of `chunks`, with the step of open.first_state,
+  // open.state_write or open.orthogonal_step. DEADLINE_EXCEEDED as in CreateJob.
   virtual absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
-      const std::function<std::vector<float>(int chunk)>& fill) = 0;
+      const std::function<std::vector<std::byte>(int chunk)>& fill) = 0;
   // Calls `place` for each arriving chunk; its first error ends the call and is returned. Returns
   // the step of the weights.
   virtual absl::StatusOr<uint64_t> ReadWeights(

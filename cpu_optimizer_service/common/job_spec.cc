@@ -171,6 +171,10 @@ absl::Status Validate(const JobSpec& spec) {
   return CheckMatrices(spec);
 }
 
+absl::string_view Name(Orthogonalizer newton_schulz) {
+  return newton_schulz == Orthogonalizer::kWorkers ? "workers" : "service";
+}
+
 std::vector<int> JobSpec::RanksOf(int member) const {
   std::vector<int> ranks;
   for (int rank = 0; rank < layout.world_size; ++rank) {
@@ -327,6 +331,9 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
     return Differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
   }
   if (a.on_abort != b.on_abort) return Differ("on_abort", Name(a.on_abort), Name(b.on_abort));
+  if (a.newton_schulz != b.newton_schulz) {
+    return Differ("newton_schulz", Name(a.newton_schulz), Name(b.newton_schulz));
+  }
   if (a.keep_previous != b.keep_previous) {
     return Differ("keep_previous", a.keep_previous, b.keep_previous);
   }

@@ -45,6 +45,14 @@ enum class OnAbort : uint8_t {
           // repeat.
 };
 
+// Who orthogonalizes the directions of rules with two rounds (common/rule.h).
+enum class Orthogonalizer : uint8_t {
+  kService,  // In fp32, with the bits of its reference.
+  kWorkers,  // Ranks read their directions, make O of whole matrices on their devices, and give it.
+};
+
+absl::string_view Name(Orthogonalizer newton_schulz);  // "service".
+
 struct GroupSpec {
   std::string name;  // Unique in the job, not empty.
   HyperParameters hyper_parameters;
@@ -77,6 +85,7 @@ struct JobSpec {
   // The state before the last committed step is kept, so that the step can be undone. This costs
   // memory for one more version of all state.
   bool keep_previous = false;
+  Orthogonalizer newton_schulz = Orthogonalizer::kService;
   // The services that hold the job together. Empty: one, which has no name here.
   std::vector<MemberSpec> members = {};
   std::vector<int> homes = {};  // By rank: the member that holds its part. Empty without members.

@@ -193,6 +193,18 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                                  absl::Span<std::byte> out) = 0;
 
+  // The directions of a chunk of a rule with two rounds, in bf16, into chunk.elements elements at
+  // `out`; zeros for what the round does not update. FAILED_PRECONDITION (OTHER_STEP): no rank is
+  // to orthogonalize those of that step.
+  virtual absl::Status ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) = 0;
+  // What Newton-Schulz has made of them: O of that chunk, in bf16, in pieces cut anywhere. The last
+  // one of all ranks begins the round. If the generation rises before, all ranks give theirs again.
+  // Repeating it is OK, also after the step. ABORTED: another generation or holder.
+  // INVALID_ARGUMENT: another rank's chunk, a wrong size. UNAVAILABLE: another call is giving the
+  // chunk. FAILED_PRECONDITION (OTHER_STEP): the job is at another step.
+  virtual absl::Status GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t chunk,
+                                      absl::Span<const absl::Span<const std::byte>> payload) = 0;
+
   // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for. While
   // votes are awaited, it tells every rank that has voted. The server calls it repeatedly after the
   // seal deadline.
@@ -201,7 +213,7 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual std::optional<double> SecondsSinceFirstSeal() const = 0;
 
   // Returns the aborted step. Raises the generation, so every rank attaches again and repeats the
-  // step. Or decides it as a skip, if all ranks have begun it and the job says so (OnAbort).
+  // step. In a second round that waits for ranks, its matrices keep their weights instead. Or decides it as a skip, if all ranks have begun it and the job says so (OnAbort).
   // FAILED_PRECONDITION if no step has begun, or it is decided.
   virtual Pending AbortStep(Done<uint64_t> done) = 0;
   absl::StatusOr<uint64_t> AbortStep();

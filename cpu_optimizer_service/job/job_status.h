@@ -26,6 +26,7 @@ enum class JobPhase : uint8_t {
   kSealed,
   kVoting,
   kUpdating,
+  kDirections,  // Ranks are to give what Newton-Schulz makes of their directions.
   kBroken,
   kClosed
 };
@@ -39,9 +40,10 @@ struct RankProgress {
   uint32_t micro_steps_ended = 0;
   bool sealed = false;
   bool voted = false;
-  bool writes_state = false;   // It has ended its part of a write of state, and waits for other
-                               // ranks.
-  bool shared_memory = false;  // It shares memory with this process.
+  bool orthogonalizes = false;  // It has not given all that the second round needs of it.
+  bool writes_state = false;    // It has ended its part of a write of state, and waits for other
+                                // ranks.
+  bool shared_memory = false;   // It shares memory with this process.
   int64_t chunks = 0;
   int64_t chunks_complete = 0;                  // Those at furthest_micro_step.
   uint32_t furthest_micro_step = 0;             // The sealed number, or the furthest chunk's.

@@ -77,6 +77,10 @@ class RankListener {
   virtual void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) = 0;
   // `shard` is null if the pool was empty: then the listener calls Job::ReadShard when it can send.
   virtual void OnWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
+  // Instead of OnCommitted, if ranks orthogonalize: the rank's directions can be read, and O is
+  // awaited (Job::GiveOrthogonal). Weights of matrices, and OnCommitted, come after all have given
+  // theirs.
+  virtual void OnDirections(uint64_t step) = 0;
   // `left`: StepOutcome's, which was not known at the decision.
   virtual void OnCommitted(uint64_t step, double update_seconds, const std::string& left) = 0;
   // The stream is no longer the rank's: ABORTED (replaced, older generation, closed job).
@@ -98,6 +102,9 @@ struct RankPosition {
   uint64_t open_step = 0;  // 0: the rank has not begun that attempt.
   uint32_t micro_steps_ended = 0;
   std::vector<ChunkProgress> delivered;  // Chunks whose count is not 0.
+  // The committed step's second round is outstanding: as after OnDirections. The step's weights come
+  // once more, all of them.
+  bool awaits_orthogonal = false;
 };
 
 // A rank's connection to its job. Once the stream has been replaced or the generation has risen,
@@ -177,6 +184,8 @@ struct OpenStreamRequest {
   // Weights are written to the rank's memory, and the listener's shards say so
   // (WeightBuffer::in_place). FAILED_PRECONDITION if the rank has no memory.
   bool weights_in_place = false;
+  // The rank answers OnDirections. FAILED_PRECONDITION without it in a job whose ranks orthogonalize.
+  bool orthogonalizes = false;
 };
 
 }  // namespace ballast

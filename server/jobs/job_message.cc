@@ -76,6 +76,7 @@ void AddRanks(const Layout& layout, const JobStatus& status, v1::Job& message) {
                                          from.missing_parameters.end());
     to.set_shared_memory(from.shared_memory);
     to.set_writes_state(from.writes_state);
+    to.set_orthogonalizes(from.orthogonalizes);
   }
 }
 
@@ -141,6 +142,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   rank.set_furthest_micro_step(std::numeric_limits<uint32_t>::max());
   rank.set_shared_memory(true);
   rank.set_writes_state(true);
+  rank.set_orthogonalizes(true);
   for (size_t i = 0; i < kMissingNames; ++i) {
     rank.add_missing_parameters(std::string(name_bytes, 'p'));
   }
@@ -192,6 +194,8 @@ v1::JobPhase ToMessage(JobPhase phase) {
       return v1::VOTING;
     case JobPhase::kUpdating:
       return v1::UPDATING;
+    case JobPhase::kDirections:
+      return v1::DIRECTIONS;
     case JobPhase::kBroken:
       return v1::BROKEN;
     case JobPhase::kClosed:

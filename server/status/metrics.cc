@@ -323,10 +323,13 @@ void AddRanks(const std::string& name, const Job& job, const JobStatus& status, 
                of_member, member.round_trip_seconds);
     }
   }
-  // Those that have not sealed the open step, once another one has, or have not voted on it.
+  // Those that have not sealed the open step, once another one has, or have not voted on it, or are
+  // to orthogonalize.
   const auto awaited = [&status](const RankProgress& rank) {
     return status.seconds_since_first_seal.has_value() &&
-           !(status.phase == JobPhase::kVoting ? rank.voted : rank.sealed);
+           (status.phase == JobPhase::kDirections ? rank.orthogonalizes
+            : status.phase == JobPhase::kVoting   ? !rank.voted
+                                                  : !rank.sealed);
   };
   to.Gauge("ballast_ranks_awaited", "Ranks that others, which have sealed, wait for.", of_job,
            count(awaited));
@@ -378,7 +381,7 @@ void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to
   // One copy, made under the job's lock: all that is taken from it is of one instant.
   const JobStatus status = job.Status();
   // A series for each phase, so that an alert names a phase and knows no numbers.
-  for (int phase = v1::AWAITING_WEIGHTS; phase <= v1::BROKEN; ++phase) {
+  for (int phase = v1::AWAITING_WEIGHTS; phase <= v1::DIRECTIONS; ++phase) {
     const std::string& text = v1::JobPhase_Name(static_cast<v1::JobPhase>(phase));
     to.Gauge("ballast_job_phase", "1 for the phase that the job is in, 0 for the others.",
              {{"job_name", name}, {"phase", absl::AsciiStrToLower(text)}},

@@ -185,6 +185,12 @@ void RankOutbox::OnWeights(uint64_t step, int chunk, WeightBuffer buffer) {
       .step = step, .chunk = chunk, .provisional = false, .buffer = std::move(buffer)});
 }
 
+void RankOutbox::OnDirections(uint64_t step) {
+  v1::TrainResponse message;
+  message.mutable_directions()->set_step(step);
+  Push(std::move(message));
+}
+
 void RankOutbox::OnCommitted(uint64_t step, double update_seconds, const std::string& left) {
   v1::TrainResponse message;
   message.mutable_committed()->set_step(step);

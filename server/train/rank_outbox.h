@@ -81,6 +81,7 @@ class RankOutbox final : public RankListener {
   void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer buffer) override;
   void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
   void OnWeights(uint64_t step, int chunk, WeightBuffer buffer) override;
+  void OnDirections(uint64_t step) override;
   void OnCommitted(uint64_t step, double update_seconds, const std::string& left) override;
   void OnDetached(const absl::Status& status) override;
 

@@ -108,6 +108,7 @@ v1::TrainResponse ToMessage(const RankPosition& position, int first_of_rank) {
   v1::Opened& opened = *message.mutable_opened();
   opened.set_committed_step(position.committed_step);
   opened.set_open_step(position.open_step);
+  opened.set_awaits_orthogonal(position.awaits_orthogonal);
   opened.set_attempt(position.attempt);
   opened.set_micro_steps_ended(position.micro_steps_ended);
   for (const ChunkProgress& progress : position.delivered) {

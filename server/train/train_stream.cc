@@ -157,7 +157,8 @@ absl::Status TrainStream::Open(const v1::OpenTrain& request) {
                                   .process_id = request.process_id(),
                                   .generation = proto::FromProto(request.generation()),
                                   .update_mode = update_mode,
-                                  .weights_in_place = request.weights_in_shared_memory()};
+                                  .weights_in_place = request.weights_in_shared_memory(),
+                                  .orthogonalizes = request.orthogonalizes()};
   pending->Await(job->OpenStream(
       open, outbox_,
       [this, rank = request.rank()](absl::StatusOr<std::unique_ptr<RankStream>> stream) {

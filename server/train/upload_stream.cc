@@ -93,13 +93,16 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                                    ", which has world size ",
                                                    job->layout().world_size()));
   }
-  rank_ = request.rank();
-  const RankHolder holder = {.rank = rank_,
-                             .process_id = request.process_id(),
-                             .generation = proto::FromProto(request.generation())};
-  BALLAST_RETURN_IF_ERROR(request.has_state_write()
-                              ? BeginStateWrite(request.state_write(), holder, *job)
-                              : BeginFirstWeights(request, holder, *job));
+  holder_ = {.rank = request.rank(),
+             .process_id = request.process_id(),
+             .generation = proto::FromProto(request.generation())};
+  step_ = request.orthogonal_step();
+  is_orthogonal_ = step_ > 0;
+  if (request.has_state_write()) {
+    BALLAST_RETURN_IF_ERROR(BeginStateWrite(request.state_write(), holder_, *job));
+  } else if (!is_orthogonal_) {
+    BALLAST_RETURN_IF_ERROR(BeginFirstWeights(request, holder_, *job));
+  }
   job_ = job;
   // A job does not know its uploads, so closing it does not end them.
   watched_->IsOverIf(IsGone(engine_, *caller_, *job));
@@ -158,14 +161,17 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
   }
   const absl::Span<const Chunk> chunks = job_->layout().chunks();
   // In 64 bits, in which no number from the wire overflows.
-  const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_of_rank(rank_);
-  if (chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != rank_) {
+  const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_of_rank(holder_.rank);
+  if (chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != holder_.rank) {
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
-                                                   rank_, "'s, of ", chunks.size(), " in all"));
+                                                   holder_.rank, "'s, of ", chunks.size(),
+                                                   " in all"));
   }
   BALLAST_RETURN_IF_ERROR(
-      writer_.has_value() ? job_->WriteStateChunk(*writer_, chunk, payload.pieces())
-                          : job_->WriteInitialWeights(chunk, payload.pieces(), uploader_).status());
+      is_orthogonal_ ? job_->GiveOrthogonal(holder_, step_, chunk, payload.pieces())
+      : writer_.has_value()
+          ? job_->WriteStateChunk(*writer_, chunk, payload.pieces())
+          : job_->WriteInitialWeights(chunk, payload.pieces(), uploader_).status());
   chunks_.insert(header.chunk());
   return absl::OkStatus();
 }

@@ -1,5 +1,5 @@
-// One UploadWeights call: a rank's first weights, with or without moments, or its part of a write
-// of state.
+// One UploadWeights call: a rank's first weights, with or without moments, its part of a write of
+// state, or what it has made of its directions.
 #ifndef BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 #define BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 
@@ -52,8 +52,9 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   const std::shared_ptr<WatchedCall> watched_;
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.
-  int rank_ = 0;
-  uint64_t step_ = 0;  // The step of its weights.
+  RankHolder holder_;
+  uint64_t step_ = 0;           // The step of its weights.
+  bool is_orthogonal_ = false;  // They are O.
   Job::Uploader uploader_;
   std::optional<Job::StateWriter> writer_;  // Absent: these are first weights.
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();

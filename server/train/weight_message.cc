@@ -4,16 +4,32 @@
 
 namespace ballast::server {
 
+namespace {
+
+// Not make_shared, which would first set to zero what is written next.
+OwnedWeights Owned(size_t size_bytes) {
+  return {.memory = std::shared_ptr<std::byte[]>(new std::byte[size_bytes]),
+          .size_bytes = size_bytes};
+}
+
+}  // namespace
+
 absl::StatusOr<OwnedWeights> ReadWeights(Job& job, Generation generation, uint64_t step,
                                          int chunk) {
   const Chunk& place = job.layout().chunks()[chunk];
-  const size_t size_bytes = place.elements * SizeBytes(job.spec().groups[place.group].return_dtype);
-  // Not make_shared, which would first set to zero what ReadShard writes.
-  OwnedWeights weights = {.memory = std::shared_ptr<std::byte[]>(new std::byte[size_bytes]),
-                          .size_bytes = size_bytes};
-  BALLAST_RETURN_IF_ERROR(
-      job.ReadShard(generation, step, chunk, absl::MakeSpan(weights.memory.get(), size_bytes)));
+  OwnedWeights weights =
+      Owned(place.elements * SizeBytes(job.spec().groups[place.group].return_dtype));
+  BALLAST_RETURN_IF_ERROR(job.ReadShard(generation, step, chunk,
+                                        absl::MakeSpan(weights.memory.get(), weights.size_bytes)));
   return weights;
+}
+
+absl::StatusOr<OwnedWeights> ReadDirections(Job& job, uint64_t step, int chunk) {
+  OwnedWeights directions =
+      Owned(job.layout().chunks()[chunk].elements * SizeBytes(DType::kBFloat16));
+  BALLAST_RETURN_IF_ERROR(job.ReadDirections(
+      step, chunk, absl::MakeSpan(directions.memory.get(), directions.size_bytes)));
+  return directions;
 }
 
 }  // namespace ballast::server

@@ -28,6 +28,8 @@ struct OwnedWeights {
 };
 // Returns the errors of Job::ReadShard. The chunk must exist.
 absl::StatusOr<OwnedWeights> ReadWeights(Job& job, Generation generation, uint64_t step, int chunk);
+// The same of Job::ReadDirections.
+absl::StatusOr<OwnedWeights> ReadDirections(Job& job, uint64_t step, int chunk);
 
 }  // namespace ballast::server
 

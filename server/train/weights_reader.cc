@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/frame.h"
 #include "proto/status.h"
@@ -78,6 +79,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
   }
   generation_ = position.generation;
   step_ = position.committed_step;
+  directions_ = request.directions();
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
@@ -96,6 +98,10 @@ absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) 
   if (request.chunks().empty()) {
     chunks_.resize(chunks);
     std::iota(chunks_.begin(), chunks_.end(), first_of_rank_);
+    std::erase_if(chunks_, [&](int chunk) {
+      const int group = layout.chunks()[chunk].group;
+      return directions_ && !HasTwoRounds(job_->spec().groups[group].hyper_parameters.rule);
+    });
     return absl::OkStatus();
   }
   // Each at most once, so that an answer is no larger than the job.
@@ -119,7 +125,8 @@ absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) 
 absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
   BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
-                           ReadWeights(*job_, generation_, step_, chunk));
+                           directions_ ? ReadDirections(*job_, step_, chunk)
+                                       : ReadWeights(*job_, generation_, step_, chunk));
   return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk - first_of_rank_),
                                      weights.bytes(), [memory = weights.memory] {});
 }

@@ -1,4 +1,4 @@
-// One ReadWeights call: committed weights, chunk after chunk.
+// One ReadWeights call: committed weights, or directions, chunk after chunk.
 #ifndef BALLAST_SERVER_TRAIN_WEIGHTS_READER_H_
 #define BALLAST_SERVER_TRAIN_WEIGHTS_READER_H_
 
@@ -37,7 +37,8 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   std::shared_ptr<Job> job_;
   Generation generation_;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
-  int first_of_rank_ = 0;  // Layout::first_of_rank of the rank whose weights are read.
+  bool directions_ = false;  // They are read, not weights.
+  int first_of_rank_ = 0;    // Layout::first_of_rank of the rank whose weights are read.
   std::vector<int> chunks_;
   size_t next_ = 0;
   grpc::ByteBuffer write_buffer_;

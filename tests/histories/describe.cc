@@ -119,7 +119,8 @@ std::string Text(const JobPlan& job) {
       job.on_abort == OnAbort::kSkip ? "skip" : "redo",
       job.keep_previous ? ", keeps the previous version" : "", ", unused ", Name(job.unused_policy),
       ", max_micro_steps ", job.max_micro_steps, ", ",
-      job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait", "\n");
+      job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait",
+      job.newton_schulz == Orthogonalizer::kWorkers ? ", workers orthogonalize" : "", "\n");
   if (job.members > 0) {
     const std::vector<int> homes(job.homes.begin(), job.homes.begin() + job.world_size);
     absl::StrAppend(&text, "  ", job.members, " members, homes [", absl::StrJoin(homes, " "),
@@ -163,6 +164,9 @@ std::string Text(const Attempt& attempt) {
   }
   if (attempt.derive_seed != 0) {
     absl::StrAppend(&text, "  the job is derived before it, of seed ", attempt.derive_seed, "\n");
+  }
+  if (attempt.round_seed != 0) {
+    absl::StrAppend(&text, "  O is given with disturbances, of seed ", attempt.round_seed, "\n");
   }
   if (attempt.write_seed != 0) {
     absl::StrAppend(&text, "  state is written before it, of seed ", attempt.write_seed, "\n");

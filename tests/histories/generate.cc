@@ -100,7 +100,12 @@ void MixRules(History& history) {
     const HyperParameters& values = groups[group].hyper_parameters;
     if (values.rule != Rule::kAdam) FitToRule(random, values, changes);
   };
+  const bool has_two_rounds = std::ranges::any_of(
+      groups, [](const GroupPlan& group) { return HasTwoRounds(group.hyper_parameters.rule); });
+  const bool orthogonalize = has_two_rounds && history.layer != Layer::kMembers && !random.OneIn(3);
+  if (orthogonalize) history.job.newton_schulz = Orthogonalizer::kWorkers;
   for (Attempt& attempt : history.attempts) {
+    if (orthogonalize && !random.OneIn(3)) attempt.round_seed = random.Next();
     for (auto& [group, changes] : attempt.overrides) fit(group, changes);
     for (auto& [group, changes] : attempt.vote.overrides) fit(group, changes);
     for (Event& event : attempt.events) {

@@ -90,6 +90,7 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   JobSpec spec;
   spec.name = name;
   spec.on_abort = job.on_abort;
+  spec.newton_schulz = job.newton_schulz;
   spec.keep_previous = job.keep_previous;
   spec.unused_policy = job.unused_policy;
   spec.max_micro_steps = job.max_micro_steps;
@@ -202,6 +203,13 @@ bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, 
     if ((found->second[m] & ranks) != 0) return true;
   }
   return false;
+}
+
+void VaryOrthogonal(int variant, std::vector<uint16_t>& orthogonal) {
+  for (uint16_t& bits : orthogonal) {
+    if (variant % 3 == 1) bits ^= 0x8000;
+    if (variant % 3 == 2) bits = 0;
+  }
 }
 
 std::vector<float> GradientOf(const JobPlan& job, const Attempt& attempt,

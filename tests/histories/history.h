@@ -48,6 +48,7 @@ struct JobPlan {
   int64_t bucket_elements = 1024;
   int64_t chunk_elements = 256;
   OnAbort on_abort = OnAbort::kRedo;
+  Orthogonalizer newton_schulz = Orthogonalizer::kService;
   bool keep_previous = false;
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   uint32_t max_micro_steps = 0;
@@ -159,6 +160,8 @@ struct Attempt {
   uint64_t write_seed = 0;  // What of the state is written before it (WriteOf); 0: nothing.
   // Before it the job is derived twice: without some parameters (LeftOutOf), and with all; 0: not.
   uint64_t derive_seed = 0;
+  uint64_t round_seed =
+      0;  // What goes wrong while ranks give O (engine_directions.cc); 0: nothing.
   Spoil spoil = Spoil::kNone;
   End end = End::kCommit;
   int end_at = 0;
@@ -207,6 +210,8 @@ bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, 
 inline bool IsUsed(const JobPlan& job, const Attempt& attempt, int id) {
   return IsUsed(job, attempt, id, 0, attempt.micro_steps);
 }
+// What the ranks of a round's attempt make of O: devices differ. It has O in bf16.
+void VaryOrthogonal(int variant, std::vector<uint16_t>& orthogonal);
 // The gradient of a parameter, reduced over the ranks and over the micro-steps of a segment of its
 // group, rounded to the wire: zeros if no rank used it in these.
 std::vector<float> GradientOf(const JobPlan& job, const Attempt& attempt,

@@ -69,8 +69,14 @@ class Model {
   // Why this rank's seal can not be taken: one of its first `micro_steps` backwards reached
   // nothing.
   std::optional<ModelRefusal> Refusal(const Attempt& attempt, int rank, uint32_t micro_steps) const;
+  // What became of the second round, if ranks give O.
+  struct SecondRound {
+    int variant = 0;    // VaryOrthogonal
+    bool left = false;  // No weights of matrices change.
+  };
   // All ranks have sealed a whole step.
-  ModelOutcome Commit(const Attempt& attempt);
+  ModelOutcome Commit(const Attempt& attempt, const SecondRound& round);
+  ModelOutcome Commit(const Attempt& attempt) { return Commit(attempt, {}); }
   // What the ranks are told before they vote.
   double Norm(const Attempt& attempt) const;
   std::vector<double> GroupNorms(const Attempt& attempt) const;
@@ -103,8 +109,8 @@ class Model {
   // The first parameter with state that is not finite; empty: there is none.
   std::string Overflowed(const std::vector<ParameterState>& parameters) const;
   void Update(const ParameterPlan& parameter, ParameterState& state,
-              const std::vector<float>& gradient, const HyperParameters& values,
-              float multiplier) const;
+              const std::vector<float>& gradient, const HyperParameters& values, float multiplier,
+              const SecondRound& round) const;
 
   const JobPlan job_;
   ModelState state_;

@@ -47,6 +47,7 @@ void AddSmallerAttempts(Histories& smaller, const History& history, size_t i) {
   if (attempt.looks != 0) add([](Attempt& a) { a.looks = a.spikes = 0; });
   if (attempt.write_seed != 0) add([](Attempt& a) { a.write_seed = 0; });
   if (attempt.derive_seed != 0) add([](Attempt& a) { a.derive_seed = 0; });
+  if (attempt.round_seed != 0) add([](Attempt& a) { a.round_seed = 0; });
   if (attempt.spikes != 0) add([](Attempt& a) { a.spikes = 0; });
   if (attempt.may_guess) add([](Attempt& a) { a.may_guess = false; });
   if (attempt.gradient_size != 1) add([](Attempt& a) { a.gradient_size = 1; });
@@ -80,6 +81,9 @@ void AddSmallerJobs(Histories& smaller, const History& history) {
   if (job.threads > 1) add([](JobPlan& j) { j.threads = 1; });
   if (job.keep_previous) {
     add([](JobPlan& j) { j.keep_previous = false; });
+  }
+  if (job.newton_schulz != Orthogonalizer::kService) {
+    add([](JobPlan& j) { j.newton_schulz = Orthogonalizer::kService; });
   }
   if (job.on_abort != OnAbort::kRedo) {
     add([](JobPlan& j) { j.on_abort = OnAbort::kRedo; });

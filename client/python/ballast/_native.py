@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence, Union
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 11
+API_VERSION = 12
 OK = 0
 DEADLINE_EXCEEDED = 4
 Services = Union[str, Sequence[str]]  # An address, several with commas between, or a list or tuple of them.
@@ -51,7 +51,7 @@ class Job(c.Structure):
                 ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32),
                 ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t), ("on_abort", c.c_int32),
                 ("keep_previous", c.c_int32), ("members", c.POINTER(c.c_char_p)), ("member_count", c.c_size_t),
-                ("homes", c.POINTER(c.c_int32))]
+                ("homes", c.POINTER(c.c_int32)), ("newton_schulz", c.c_int32)]
 
 
 class Options(c.Structure):
@@ -67,7 +67,7 @@ class Options(c.Structure):
 class Info(c.Structure):
     _fields_ = [("size", c.c_size_t), ("committed_step", c.c_uint64), ("generation_epoch", c.c_uint64),
                 ("generation", c.c_uint64), ("awaiting_weights", c.c_int32), ("shares_memory", c.c_int32),
-                ("last_step_applied", c.c_int32), ("job_uid", c.c_char_p)]
+                ("last_step_applied", c.c_int32), ("job_uid", c.c_char_p), ("directions_step", c.c_uint64)]
 
 
 class Chunk(c.Structure):
@@ -143,6 +143,8 @@ _FUNCTIONS = {
     "ballast_vote": [c.c_void_p, c.POINTER(Ballot), c.POINTER(Decision)],
     "ballast_seal_and_vote": [c.c_void_p, c.c_uint32, c.POINTER(Ballot), c.POINTER(Decision)],
     "ballast_discard": [c.c_void_p],
+    "ballast_read_directions": [c.c_void_p, _POINTERS, c.c_size_t, c.POINTER(c.c_int32)],
+    "ballast_give_orthogonal": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_receive_weights": [c.c_void_p],
     "ballast_await_weights": [c.c_void_p, c.POINTER(c.c_size_t), c.c_size_t],
     "ballast_save": [c.c_void_p, c.c_char_p],

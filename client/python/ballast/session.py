@@ -24,6 +24,7 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
 ON_ABORT = {"redo": 0, "skip": 1}
+NEWTON_SCHULZ = {"service": 0, "workers": 1}
 PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4, "momentum_buffer": 5, "sum": 6}
 _REPLICATE = -1
 # Errors that the library keeps and raises in every later call of the session.
@@ -130,8 +131,9 @@ class Parameter:
 class Job:
     """unused_policy, for parameters without a gradient from any rank: "error", "skip" (as torch does) or "zero".
     update_mode: "wait" or "speculate". on_abort, for lost steps: "redo" (sessions end with ABORTED) or "skip".
-    keep_previous: allows `Session.undo`; the service keeps one more version of all state. mesh: names and sizes of
-    its dimensions, ranks in row-major order. With a mesh each rank has a shard of every parameter, and all addresses
+    keep_previous: allows `Session.undo`; the service keeps one more version of all state. newton_schulz: who
+    orthogonalizes the directions of groups with the rule "muon": "service" or "workers"
+    (`Session.read_directions`). mesh: names and sizes of its dimensions, ranks in row-major order. With a mesh each rank has a shard of every parameter, and all addresses
     are those of its shards. members: addresses of the services that hold the job together, as they reach each other.
     homes: by rank, the index of the member that holds its part."""
 
@@ -147,6 +149,7 @@ class Job:
     keep_previous: bool = False
     members: Sequence[str] = ()
     homes: Sequence[int] = ()
+    newton_schulz: str = "service"
 
     def lead(self, rank: int, service: str) -> str:
         """Where this rank, which reaches its home at `service`, reaches the member that leads: rank 0's home."""
@@ -173,6 +176,7 @@ class Job:
             update_mode=number_of(UPDATE_MODES, self.update_mode, "update_mode"),
             max_micro_steps=self.max_micro_steps, mesh=mesh, mesh_dimensions=len(self.mesh),
             on_abort=number_of(ON_ABORT, self.on_abort, "on_abort"), keep_previous=self.keep_previous,
+            newton_schulz=number_of(NEWTON_SCHULZ, self.newton_schulz, "newton_schulz"),
             members=(ctypes.c_char_p * len(self.members))(*[address.encode() for address in self.members]),
             member_count=len(self.members), homes=(ctypes.c_int32 * len(self.homes))(*self.homes))
 
@@ -333,6 +337,12 @@ class Session:
     @property
     def committed_step(self) -> int:
         return self._info().committed_step
+
+    @property
+    def directions_step(self) -> int:
+        """Not 0: the directions of this step are to be orthogonalized. If it is so when a session was opened:
+        read_directions, give_orthogonal and receive_weights, before anything else. Then committed_step is the step."""
+        return self._info().directions_step
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -556,6 +566,20 @@ class Session:
         """Takes back what this rank has given in its attempt at the step. begin_step begins the next attempt. All
         ranks have to discard equally often, each at any time, before one can seal."""
         self._wait("ballast_discard")
+
+    def read_directions(self, addresses: Sequence[int | None]) -> bool:
+        """In a job with newton_schulz "workers", after each applied decision and before `receive_weights`. Waits for
+        the directions of parameters with the rule "muon", and writes this rank's elements of them to the addresses,
+        row-major in bfloat16; None for parameters of other rules. Ranks put matrices together from their elements, and
+        orthogonalize them. False: nothing is to be given, because the step changes no matrix, or an operator has ended
+        the round."""
+        wanted = ctypes.c_int32()
+        self._wait("ballast_read_directions", _native.pointers(list(addresses)), len(addresses), ctypes.byref(wanted))
+        return bool(wanted.value)
+
+    def give_orthogonal(self, addresses: Sequence[int | None]) -> None:
+        """What became of the directions: this rank's elements, in bfloat16. The memory may be reused afterwards."""
+        self._wait("ballast_give_orthogonal", _native.pointers(list(addresses)), len(addresses))
 
     def receive_weights(self) -> None:
         """Returns when this rank's weights of the decided step are in place."""

@@ -123,7 +123,7 @@ void Fields(Each&& each, MemberSpec& v) {
 template <typename Each>
 void Fields(Each&& each, JobSpec& v) {
   each(v.name, v.groups, v.layout, v.on_abort, v.unused_policy, v.max_micro_steps, v.update_mode,
-       v.keep_previous, v.members, v.homes, v.epoch);
+       v.keep_previous, v.newton_schulz, v.members, v.homes, v.epoch);
 }
 template <typename Each>
 void Fields(Each&& each, Derivation& v) {

@@ -25,36 +25,36 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // The first four: from the last seal on, and again from the last vote on, the engine works on
     // the step with the listeners and the memory that ranks have then. So ranks come and go before
     // or after that.
-    // idle    open    reported sealed  deciding updating clearing loading closed
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kAttach
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kOpenStream
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kQuietRank
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},  // kRankMemory
+    // idle    open    reported sealed  deciding updating directions clearing loading closed
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kAttach
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kOpenStream
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kQuietRank
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kRankMemory
     // Nothing writes committed state before the decision is made. A sealed step only waits for
     // readers.
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kWait, kClos},  // kRead
     // Its caller cannot wait and asks again. In updating it is for chunks that are at the new step
     // already.
-    {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},    // kReadNow
-    {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},    // kDiscard
-    {kGrant, kGrant, kGrant, kGrant, kGrant, kGrant, kWait, kLoad, kClos},  // kSupersede
+    {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kGrant, kBusy, kLoad, kClos},    // kReadNow
+    {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kGrant, kWait, kLoad, kClos},    // kDiscard
+    {kGrant, kGrant, kGrant, kGrant, kGrant, kGrant, kGrant, kWait, kLoad, kClos},  // kSupersede
     // Up to the decision's record: a decision that is being made finds its step gone (kUpdate).
-    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
-    {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},         // kUndo
-    {kGrant, kWait, kWait, kWait, kWait, kWait, kWait, kLoad, kClos},     // kWrite
+    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kGrant, kNone, kLoad, kClos},  // kAbort
+    {kGrant, kHas, kHas, kHas, kHas, kLate, kGrant, kWait, kLoad, kClos},         // kUndo
+    {kGrant, kWait, kWait, kWait, kWait, kWait, kWait, kWait, kLoad, kClos},      // kWrite
     // The engine's own, as kReplaceState: each is for one phase, and in every other one the step
     // that it was for has been given up.
-    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},  // kDecide
-    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},  // kUpdate
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},  // kFinishClear
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kGone, kClos},  // kDecide
+    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},  // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},  // kFinishClear
     // Loading and closing give up a step that still waits for ranks or readers. One that is being
     // decided comes to its end before.
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kWait, kClos},  // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},      // kReplaceState
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kWait, kClos},  // kClose
     // Words come in their order. Each finds its step where nothing works on it.
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kWait, kClos},  // kHear
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kGrant, kWait, kWait, kClos},  // kHear
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.
@@ -77,9 +77,9 @@ bool NeedsWholeState(Admission admission) {
 }  // namespace
 
 std::string_view Name(Phase phase) {
-  constexpr std::array<std::string_view, kPhases> kNames = {"idle",     "open",     "reported",
-                                                            "sealed",   "deciding", "updating",
-                                                            "clearing", "loading",  "closed"};
+  constexpr std::array<std::string_view, kPhases> kNames = {
+      "idle",     "open",       "reported", "sealed",  "deciding",
+      "updating", "directions", "clearing", "loading", "closed"};
   return kNames[static_cast<int>(phase)];
 }
 
@@ -210,6 +210,15 @@ void Gate::Commit() {
   state_.deciding = false;
 }
 
+void Gate::AwaitDirections() {
+  Check(state_.phase == Phase::kUpdating || state_.phase == Phase::kIdle,
+        "directions are awaited after the first round");
+  state_.phase = Phase::kDirections;
+  state_.deciding = false;
+}
+
+void Gate::EndDirections() { Move(Phase::kDirections, Phase::kUpdating); }
+
 void Gate::EndDeciding() {
   Check(state_.phase == Phase::kClearing && state_.deciding,
         "a decision ends without its commit only when its step is cleared");
@@ -219,7 +228,8 @@ void Gate::EndDeciding() {
 void Gate::StartClearing() {
   // `deciding` stays as it is: a decision's task may still read gradients, and kFinishClear waits
   // until that says EndDeciding. The phases up to kDeciding are those before the decision.
-  Check(state_.phase <= Phase::kDeciding, "only an undecided step is cleared");
+  Check(state_.phase <= Phase::kDeciding || state_.phase == Phase::kDirections,
+        "only an undecided step is cleared");
   state_.phase = Phase::kClearing;
 }
 

@@ -4,7 +4,7 @@
 //
 //        +-------------------------- commit ----------------------------+
 //        v                                                              |
-//      idle --begin--> open --seal by all--> sealed --> deciding --> updating
+//      idle --begin--> open --seal by all--> sealed --> deciding --> updating <--> directions
 //        ^              |^                     ^            |
 //        |              |+-- a discard --+     | last vote  | votes, or members, are missing
 //        |              |                +- reported <------+
@@ -12,6 +12,8 @@
 //        |                                                              v
 //        +---- cleared ---------------------------------------------- clearing
 //                                      idle <--loaded-- loading <-------+----> closed
+//
+// A new generation also clears what ranks have given in directions, and then goes back there.
 //
 // Beside the phase, the gate counts work outside the job's lock. Readers of committed state hold
 // back a decision, an undo, a write and a load. A decision or a clearing waits for ranks that add
@@ -38,17 +40,18 @@
 namespace ballast {
 
 enum class Phase : uint8_t {
-  kIdle,      // Between steps.
-  kOpen,      // A step has begun.
-  kReported,  // All ranks have sealed, the sums are known, and votes or members are missing.
-  kSealed,    // All ranks have sealed; readers hold the decision back.
-  kDeciding,  // Sums are finished, then the decision is made.
-  kUpdating,  // Decided: chunks are updated, then the step is committed.
-  kClearing,  // The undecided step is being dropped.
-  kLoading,   // A checkpoint replaces the state.
+  kIdle,        // Between steps.
+  kOpen,        // A step has begun.
+  kReported,    // All ranks have sealed, the sums are known, and votes or members are missing.
+  kSealed,      // All ranks have sealed; readers hold the decision back.
+  kDeciding,    // Sums are finished, then the decision is made.
+  kUpdating,    // Decided: chunks are updated, then the step is committed.
+  kDirections,  // The second round waits for what ranks make of their directions.
+  kClearing,    // The undecided step is being dropped.
+  kLoading,     // A checkpoint replaces the state.
   kClosed,
 };
-inline constexpr int kPhases = 9;
+inline constexpr int kPhases = 10;
 
 enum class Admission : uint8_t {
   kAttach,        // A process takes a rank.
@@ -144,8 +147,10 @@ class Gate {
   void Decide();                  // deciding -> updating
   void Commit();                  // updating -> idle
   void ResumeUpdating();          // idle -> updating, of a step that an earlier process decided
+  void AwaitDirections();         // updating, or idle -> directions
+  void EndDirections();           // directions -> updating
   void EndDeciding();             // The decision's task ends without a decision, during clearing.
-  void StartClearing();           // idle, or undecided -> clearing
+  void StartClearing();           // idle, undecided, or directions -> clearing
   void FinishClearing();          // clearing -> idle
   void StartLoading();            // idle -> loading
   void FinishLoading(bool torn);  // loading -> idle

@@ -24,7 +24,7 @@ absl::Status JobImpl::CheckMayDerive() const {
                       reason::kNoWeightsYet);
   }
   // Of a step that all ranks have taken back, or left, nothing is wanted.
-  bool is_between = machine_.between_steps();
+  bool is_between = machine_.between_steps() && !core_.record.directions.has_value();
   if (const StepAgreement* open = machine_.agreement();
       machine_.stage() == StepMachine::Stage::kOpen) {
     is_between = true;
@@ -42,6 +42,7 @@ absl::Status JobImpl::CheckMayDerive() const {
 }
 
 absl::StatusOr<JobImpl::Lent> JobImpl::Lend() {
+  LeaveMatricesIfAbandoned("the job goes on with other parameters");
   return Await<Lent>([&](Done<Lent> done) {
     core_.Enter(Admission::kRead, -1,
                 [this, done = std::move(done)](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(

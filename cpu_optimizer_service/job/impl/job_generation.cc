@@ -39,6 +39,11 @@ void JobImpl::RaiseTo(const Generation& generation, std::string why,
   for (int rank = 0; rank < members_.table.size(); ++rank) {
     ForgetUploads(rank);
   }
+  // A load replaces its half new chunks; a superseded job serves nothing any more.
+  if (core_.record.loading.has_value() || core_.record.superseded_by != 0) {
+    core_.record.directions.reset();
+  }
+  ForgetOrthogonal();
   // The flip comes before anything is cleared: after a death in between, a later process finds the
   // step gone, and its ranks at an older generation.
   ++core_.record.epoch;
@@ -66,6 +71,11 @@ void JobImpl::RaiseTo(const Generation& generation, std::string why,
                                                                         reason::kOlderGeneration));
                         if (!core_.identity.is_lead()) SayStanding();
                         std::move(then)();
+                        const bool is_idle = core_.gate.phase() == Phase::kIdle;
+                        if (is_idle && core_.record.directions.has_value()) {
+                          core_.gate.AwaitDirections();
+                          GoOnIfGiven();
+                        }
                       });
 }
 

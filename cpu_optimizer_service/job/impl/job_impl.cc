@@ -83,6 +83,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
                       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { Say(std::move(word)); }}),
       writes_(core_, memory_, members_, journal_, view_, machine_),
       machine_(core_.identity.spec, core_.layout),
+      orthogonal_(core_.layout),
       lead_(core_.identity.spec, core_.layout, FirstRanks(core_.identity.spec)),
       links_(spec().member_count()),
       seats_(core_.identity.spec),
@@ -226,6 +227,11 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
       Admission::kAbort, -1,
       [this, self = shared_from_this(), asked, done = std::move(done)](
           absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
+        if (admitted.ok() && core_.gate.phase() == Phase::kDirections) {
+          const uint64_t step = core_.record.committed_step;
+          LeaveMatrices("the step was aborted");
+          return core_.Reply<uint64_t>(std::move(done), step);
+        }
         // Ranks of another member may have begun it.
         const bool is_begun_elsewhere = core_.gate.phase() == Phase::kIdle && !is_alone() &&
                                         core_.identity.is_lead() && LeadOfStep().has_begun();
@@ -303,7 +309,10 @@ bool JobImpl::IsAbandoned() const {
   // In the other phases of a step the engine brings it to its end, whoever is there. So do other
   // members with a reported part.
   if (core_.gate.phase() == Phase::kReported && !is_alone()) return false;
-  if (core_.gate.phase() != Phase::kOpen && core_.gate.phase() != Phase::kReported) return false;
+  const Phase phase = core_.gate.phase();
+  if (phase != Phase::kOpen && phase != Phase::kReported && phase != Phase::kDirections) {
+    return false;
+  }
   return UseNow().streams == 0;
 }
 

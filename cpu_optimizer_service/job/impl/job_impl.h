@@ -31,6 +31,7 @@
 #include "cpu_optimizer_service/job/state/state_origin.h"
 #include "cpu_optimizer_service/job/state/state_view.h"
 #include "cpu_optimizer_service/job/state/state_writes.h"
+#include "cpu_optimizer_service/job/step/orthogonal_parts.h"
 #include "cpu_optimizer_service/job/step/step_decision.h"
 #include "cpu_optimizer_service/job/step/step_machine.h"
 #include "cpu_optimizer_service/job/update/decider.h"
@@ -122,6 +123,9 @@ class JobImpl : public Job {
   }
   absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                          absl::Span<std::byte> out) override;
+  absl::Status ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) override;
+  absl::Status GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t chunk,
+                              absl::Span<const absl::Span<const std::byte>> payload) override;
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
   Pending AbortStep(Done<uint64_t> done) override;
@@ -548,10 +552,32 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // ---- job_second_round.cc
+  // While it is outstanding.
+  struct SecondRoundNow {
+    std::shared_ptr<const StepUpdate> update;
+    std::vector<uint64_t> streams;        // By rank: which got the first round's weights.
+    std::vector<bool> told;               // By rank: it knows of the round, in this generation.
+    bool is_told = false;                 // All ranks with a stream.
+    std::optional<std::string> why_left;  // Nothing is awaited any more.
+    std::optional<StepClock::Time> first_given;  // A rank has given all, since then.
+  };
   // The job's record says that it is outstanding.
   void BeginSecondRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Its O is there.
   void DecideSecondRound(const SecondRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Once all is given, and the ranks have been told of the round: its end is to come after that.
+  void GoOnIfGiven() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Ranks do not give it: the weights of all matrices stay as they are. Precondition: it is awaited.
+  void LeaveMatrices(std::string why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // If it is awaited, and no rank has a stream.
+  void LeaveMatricesIfAbandoned(const std::string& why);
+  std::optional<double> SecondsSinceFirstGiven() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The generation rises, or the state becomes another one.
+  void ForgetOrthogonal() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckNoSecondRound(int rank, absl::string_view does, uint64_t step) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckIsAtStep(uint64_t step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckOwnChunk(int rank, int64_t chunk, int64_t bytes) const;
   // All chunks are at the new state.
   void RecordSecondRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status TakeOverSecondRound(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -591,6 +617,8 @@ class JobImpl : public Job {
   Loader loader_;
   StateWrites writes_;
   StepMachine machine_ ABSL_GUARDED_BY(job_lock);
+  OrthogonalParts orthogonal_ ABSL_GUARDED_BY(job_lock);
+  std::optional<SecondRoundNow> second_round_ ABSL_GUARDED_BY(job_lock);
   StepLead lead_ ABSL_GUARDED_BY(job_lock);
   std::vector<Link> links_ ABSL_GUARDED_BY(job_lock);
   struct WantedSave {

@@ -157,7 +157,9 @@ void JobImpl::AttachNow(const AttachRequest& request, std::shared_ptr<AttachWait
   }
   // A process that attaches anew in mid-step does the step anew: what was sent before must not meet
   // what is sent now.
-  if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
+  const bool takes_part =
+      HasBegun(request.rank) || (second_round_.has_value() && second_round_->told[request.rank]);
+  if (taken || (!request.generation.has_value() && takes_part)) {
     const std::string why =
         absl::StrCat(taken ? "a new process" : "a new session of its process", " has taken rank ",
                      request.rank, " of job ", spec().name,
@@ -198,6 +200,11 @@ Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListe
   } else if (request.rank < 0 || request.rank >= core_.layout.world_size()) {
     status = absl::InvalidArgumentError(
         absl::StrCat("rank ", request.rank, " is not in job ", spec().name));
+  } else if (spec().newton_schulz == Orthogonalizer::kWorkers && !request.orthogonalizes) {
+    status = absl::FailedPreconditionError(absl::StrCat(
+        "ranks of job ", spec().name, " orthogonalize directions (newton_schulz is ",
+        Name(spec().newton_schulz), "), and this client does not: use a client that ",
+        "does, or create the job with newton_schulz ", Name(Orthogonalizer::kService)));
   } else {
     // A stream of an older generation, or of a process that has not the rank, does not wait to be
     // refused.
@@ -253,6 +260,7 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenNow(
                                                   request.update_mode, request.weights_in_place);
   core_.Tell(absl::StrCat("rank ", request.rank, " attached: process ", request.process_id),
              request.rank);
+  if (core_.gate.phase() == Phase::kDirections) second_round_->told[request.rank] = true;
   return std::make_unique<Stream>(Self(), key, PositionOf(request.rank));
 }
 
@@ -279,6 +287,7 @@ RankPosition JobImpl::PositionOf(int rank) const {
   RankPosition position;
   position.generation = core_.record.generation;
   position.committed_step = committed_step();
+  position.awaits_orthogonal = core_.gate.phase() == Phase::kDirections;
   const StepAgreement* given = machine_.undecided();
   if (given == nullptr) return position;
   // Also of an attempt that the rank has not begun: it may have discarded those before.

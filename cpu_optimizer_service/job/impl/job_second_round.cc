@@ -3,9 +3,14 @@
 // The first commit's flip keeps what the round needs: the directions, and what they are for. So
 // gradients are free, and a later process begins the round again. Its decision is one flip more: from
 // there on O counts, and the round only rolls forward.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/impl/job_impl.h"
@@ -14,14 +19,189 @@
 namespace ballast {
 
 void JobImpl::BeginSecondRound() {
-  const auto update = std::make_shared<const StepUpdate>(SecondUpdateOf(*core_.record.directions));
-  core_.RunAfter([this, self = Self(), update, bounds = core_.bounds]() mutable {
-    executor_.Orthogonalize(update, std::move(bounds), [this, self](SecondRound round) {
-      const JobCore::Section section(core_);
-      DecideSecondRound(round);
-    });
+  const int ranks = members_.table.size();
+  second_round_ = {
+      .update = std::make_shared<const StepUpdate>(SecondUpdateOf(*core_.record.directions)),
+      .streams = {},
+      .told = std::vector<bool>(ranks, false),
+      .why_left = std::nullopt,
+      .first_given = std::nullopt};
+  for (int rank = 0; rank < ranks; ++rank) {
+    second_round_->streams.push_back(members_.table[rank].stream);
+  }
+  if (spec().newton_schulz == Orthogonalizer::kService) {
+    core_.RunAfter(
+        [this, self = Self(), update = second_round_->update, bounds = core_.bounds]() mutable {
+          executor_.Orthogonalize(update, std::move(bounds), [this, self](SecondRound round) {
+            const JobCore::Section section(core_);
+            DecideSecondRound(round);
+          });
+        });
+    return;
+  }
+  core_.gate.AwaitDirections();
+  orthogonal_.Begin(MatricesOf(core_.layout, *second_round_->update));
+  Listeners listeners = members_.table.ByRank();
+  for (int rank = 0; rank < ranks; ++rank) second_round_->told[rank] = listeners[rank] != nullptr;
+  core_.RunAfter(
+      [this, self = Self(), listeners = std::move(listeners), update = second_round_->update] {
+        for (const auto& listener : listeners) {
+          if (listener != nullptr) listener->OnDirections(update->step);
+        }
+        const JobCore::Section section(core_);
+        if (!second_round_.has_value() || second_round_->update != update)
+          return;  // Undone, loaded.
+        second_round_->is_told = true;
+        GoOnIfGiven();
+      });
+}
+
+// ---------------------------------------------------------------- what ranks give
+
+absl::Status JobImpl::CheckIsAtStep(uint64_t step) const {
+  BALLAST_RETURN_IF_ERROR(core_.CheckUsable());
+  if (step == core_.record.committed_step) return absl::OkStatus();
+  return WithReason(absl::FailedPreconditionError(absl::StrCat("job ", spec().name, " is at step ",
+                                                               core_.record.committed_step,
+                                                               ", and not in a round of ", step)),
+                    reason::kOtherStep);
+}
+
+absl::Status JobImpl::CheckOwnChunk(int rank, int64_t chunk, int64_t bytes) const {
+  const absl::Span<const Chunk> chunks = core_.layout.chunks();
+  if (chunk < 0 || chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != rank ||
+      !executor_.HasTwoRounds(static_cast<int>(chunk))) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " of job ", spec().name,
+                                                   " is no chunk of rank ", rank,
+                                                   " whose rule has directions"));
+  }
+  const int64_t expected = chunks[chunk].elements * SizeBytes(DType::kBFloat16);
+  if (bytes == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " from rank ", rank, " has ",
+                                                 bytes, " bytes, expected ", expected, ": ",
+                                                 chunks[chunk].elements, " elements of bf16"));
+}
+
+absl::Status JobImpl::ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) {
+  {
+    const JobCore::Lock lock(core_);
+    BALLAST_RETURN_IF_ERROR(CheckIsAtStep(step));
+    if (core_.gate.phase() != Phase::kDirections || !executor_.HasTwoRounds(chunk)) {
+      return WithReason(absl::FailedPreconditionError(
+                            absl::StrCat("no rank is to orthogonalize directions of chunk ", chunk,
+                                         " in step ", step, " of job ", spec().name)),
+                        reason::kOtherStep);
+    }
+    core_.gate.StartReading();  // The next decision waits.
+  }
+  std::memcpy(out.data(), memory_.directions->direction(chunk).data(), out.size());
+  core_.StopReading();
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t index,
+                                     absl::Span<const absl::Span<const std::byte>> payload) {
+  int64_t bytes = 0;
+  for (const auto& piece : payload) bytes += static_cast<int64_t>(piece.size());
+  BALLAST_RETURN_IF_ERROR(CheckOwnChunk(holder.rank, index, bytes));
+  const int chunk = static_cast<int>(index);
+  {
+    const JobCore::Lock lock(core_);
+    BALLAST_RETURN_IF_ERROR(CheckIsAtStep(step));
+    BALLAST_RETURN_IF_ERROR(members_.CheckGeneration(holder.generation));
+    BALLAST_RETURN_IF_ERROR(members_.CheckHolder(holder.rank, holder.process_id));
+    // In another phase it is there already.
+    const auto wants = core_.gate.phase() == Phase::kDirections ? orthogonal_.BeginWriting(chunk)
+                                                                : OrthogonalParts::Wants::kRepeat;
+    if (wants == OrthogonalParts::Wants::kBusy) {
+      return absl::UnavailableError(
+          absl::StrCat("another call is giving chunk ", chunk, " of job ", spec().name));
+    }
+    if (wants != OrthogonalParts::Wants::kIt) return absl::OkStatus();
+  }
+  const absl::Span<uint16_t> orthogonal = memory_.directions->orthogonal(chunk);
+  auto* to = reinterpret_cast<std::byte*>(orthogonal.data());
+  for (const auto& piece : payload) to = std::copy(piece.begin(), piece.end(), to);
+  std::vector<OrthogonalParts::Largest> largest;
+  core_.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+    largest.push_back(
+        {part.parameter, LargestOf(orthogonal.subspan(part.chunk_offset, part.elements))});
+    return true;
+  });
+  const JobCore::Section section(core_);
+  const bool counts = core_.gate.phase() == Phase::kDirections &&
+                      step == core_.record.committed_step &&
+                      holder.generation == core_.record.generation;
+  orthogonal_.EndWriting(chunk, counts, largest);
+  if (!counts) return members_.CheckGeneration(holder.generation);
+  if (!second_round_->first_given.has_value() && !orthogonal_.Awaits(holder.rank)) {
+    second_round_->first_given = std::chrono::steady_clock::now();
+  }
+  GoOnIfGiven();
+  return absl::OkStatus();
+}
+
+void JobImpl::GoOnIfGiven() {
+  const SecondRoundNow& now = *second_round_;
+  if (core_.gate.phase() != Phase::kDirections || !now.is_told) return;
+  if (now.why_left.has_value()) {
+    core_.gate.EndDirections();
+    SecondRound round = {
+        .decision = {.left = MatricesOf(core_.layout, *now.update), .why = *now.why_left},
+        .bounds = core_.bounds};
+    round.bounds.resize(core_.layout.group_count());
+    return DecideSecondRound(round);
+  }
+  if (!orthogonal_.all_given()) return;
+  core_.gate.EndDirections();
+  executor_.StartTask([this, self = Self(), update = now.update, bounds = core_.bounds,
+                       of_matrices = orthogonal_.largest()] {
+    // It may look at all of a matrix's weights.
+    const SecondRound round = executor_.DecideGiven(*update, bounds, of_matrices);
+    const JobCore::Section section(core_);
+    DecideSecondRound(round);
   });
 }
+
+void JobImpl::LeaveMatrices(std::string why) {
+  second_round_->why_left = std::move(why);
+  GoOnIfGiven();
+}
+
+void JobImpl::LeaveMatricesIfAbandoned(const std::string& why) {
+  const JobCore::Section section(core_);
+  if (core_.gate.phase() != Phase::kDirections || UseNow().streams > 0) return;
+  LeaveMatrices(absl::StrCat("no rank was there to orthogonalize their directions when ", why));
+}
+
+void JobImpl::ForgetOrthogonal() {
+  if (!second_round_.has_value()) return;
+  if (core_.record.directions.has_value()) {
+    orthogonal_.Forget();
+    second_round_->told.assign(second_round_->told.size(), false);
+    second_round_->first_given.reset();
+  } else {
+    orthogonal_.End();
+    second_round_.reset();
+  }
+}
+
+absl::Status JobImpl::CheckNoSecondRound(int rank, absl::string_view does, uint64_t step) const {
+  if (!core_.record.directions.has_value()) return absl::OkStatus();
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat(
+          "rank ", rank, " ", does, " step ", step, ", but step ", core_.record.committed_step,
+          " of job ", spec().name,
+          " is not over: its ranks have to orthogonalize the directions that it gave them")),
+      reason::kOtherStep);
+}
+
+std::optional<double> JobImpl::SecondsSinceFirstGiven() const {
+  if (!second_round_.has_value() || !second_round_->first_given.has_value()) return std::nullopt;
+  return SecondsSince(*second_round_->first_given);
+}
+
+// ---------------------------------------------------------------- its decision
 
 void JobImpl::DecideSecondRound(const SecondRound& round) {
   KeptDirections& directions = *core_.record.directions;
@@ -31,8 +211,8 @@ void JobImpl::DecideSecondRound(const SecondRound& round) {
   core_.bounds = round.bounds;
   journal_.Keep();
   if (!left.empty()) core_.Tell(absl::StrCat("step ", directions.record.outcome.step, ": ", left));
-  const auto plan =
-      std::make_shared<UpdatePlan>(executor_.MakeSecondPlan(SecondUpdateOf(directions)));
+  const auto plan = std::make_shared<UpdatePlan>(
+      executor_.MakeSecondPlan(SecondUpdateOf(directions), second_round_->streams));
   core_.RunAfter([this, self = Self(), plan] {
     executor_.CarryOutSecond(plan, [this, self, plan] {
       plan->weights_in_place.clear();  // Without the lock: the last reference unmaps the memory.
@@ -52,6 +232,7 @@ void JobImpl::DecideSecondRound(const SecondRound& round) {
 void JobImpl::RecordSecondRound() {
   KeptDirections directions = *std::exchange(core_.record.directions, std::nullopt);
   AddToHistory(std::move(directions.record), directions.coverage_complete);
+  ForgetOrthogonal();
   core_.Move();
   journal_.Keep();
 }

@@ -64,6 +64,9 @@ JobStatus JobImpl::Status() const {
   status.gate = core_.gate.ToString();
   status.recent_steps.assign(core_.record.history.recent_steps.begin(),
                              core_.record.history.recent_steps.end());
+  if (core_.record.directions.has_value()) {
+    status.recent_steps.push_back(core_.record.directions->record);
+  }
   status.latest = core_.history.Latest();
   status.trainer_state = core_.record.trainer_state;
   status.resumed_uid = core_.record.resumed_uid;
@@ -83,8 +86,10 @@ JobStatus JobImpl::Status() const {
   switch (machine_.stage()) {
     case StepMachine::Stage::kNone:
       // A step that an earlier process decided may be carried out.
-      status.phase =
-          core_.gate.phase() == Phase::kUpdating ? JobPhase::kUpdating : JobPhase::kReady;
+      status.phase = core_.gate.phase() == Phase::kUpdating     ? JobPhase::kUpdating
+                     : core_.gate.phase() == Phase::kDirections ? JobPhase::kDirections
+                                                                : JobPhase::kReady;
+      status.seconds_since_first_seal = SecondsSinceFirstGiven();
       break;
     case StepMachine::Stage::kOpen:
       status.phase = JobPhase::kOpen;
@@ -146,6 +151,7 @@ RankProgress JobImpl::ProgressOf(int rank) const {
   progress.shared_memory = entry.memory != nullptr;
   progress.writes_state = writes_.HasEnded(rank);
   progress.chunks = static_cast<int64_t>(chunks.size());
+  progress.orthogonalizes = core_.gate.phase() == Phase::kDirections && orthogonal_.Awaits(rank);
   if (machine_.between_steps()) return progress;
   const RankInStep* const state = &machine_.agreement()->ranks()[rank];
   progress.attempt = state->attempt;

@@ -61,6 +61,7 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
   if (machine_.WasGivenUp(Before(), at.step, key.rank)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(CheckHasWeights());
   BALLAST_RETURN_IF_ERROR(machine_.CheckIsNext(Before(), key.rank, "begins", at.step));
+  BALLAST_RETURN_IF_ERROR(CheckNoSecondRound(key.rank, "begins", at.step));
   if (absl::Status ended = writes_.CheckEnded(key.rank, at.step); !ended.ok()) {
     writes_.Refuse(ended);
     return ended;
@@ -181,7 +182,10 @@ Pending JobImpl::Discard(const StreamKey& key, StepAttempt at, Done<bool> done) 
 absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   BALLAST_RETURN_IF_ERROR(members_.CheckCurrent(key));
   BALLAST_RETURN_IF_ERROR(CheckHasWeights());
-  if (at.step == core_.record.committed_step + 1) BALLAST_RETURN_IF_ERROR(CheckMayOpen());
+  if (at.step == core_.record.committed_step + 1) {
+    BALLAST_RETURN_IF_ERROR(CheckMayOpen());
+    BALLAST_RETURN_IF_ERROR(CheckNoSecondRound(key.rank, "discards", at.step));
+  }
   StepEffects effects;
   const absl::StatusOr<bool> discarded = machine_.Discard(Before(), key.rank, at, effects);
   Perform(std::move(effects));

@@ -35,6 +35,16 @@ void JobImpl::NoLink::Begin(const absl::Status& because) {
 }
 
 JobImpl::Awaited JobImpl::AwaitedHere() const {
+  if (core_.gate.phase() == Phase::kDirections && SecondsSinceFirstGiven().has_value()) {
+    Awaited awaited = {.step = core_.record.committed_step,
+                       .ranks = orthogonal_.RanksAwaited(),
+                       .why = "they orthogonalize their directions"};
+    for (const int rank : core_.layout.ranks()) {
+      if (orthogonal_.Awaits(rank) || members_.table[rank].listener == nullptr) continue;
+      awaited.waiting.push_back(members_.table[rank].listener);
+    }
+    return awaited;
+  }
   const StepAgreement* given = machine_.undecided();
   // Where all have sealed, and the engine is at work, no rank waits for another one.
   if (given == nullptr || !given->any_sealed() || machine_.stage() == StepMachine::Stage::kSealed) {
@@ -114,6 +124,7 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   std::optional<double> seconds;
   // In other phases nobody waits for a rank, so no deadline applies.
   const Phase phase = core_.gate.phase();
+  if (phase == Phase::kDirections) return SecondsSinceFirstGiven();
   if (phase != Phase::kIdle && phase != Phase::kOpen && phase != Phase::kReported) return seconds;
   if (!machine_.between_steps()) seconds = clock_.SecondsSinceFirstSeal();
   // Another member's ranks may have sealed before any one here.

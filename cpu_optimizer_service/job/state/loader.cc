@@ -405,8 +405,11 @@ void Loader::UndoNow(const Generation& to, std::string why, Done<uint64_t> done)
   core_.record.hyper_parameters = std::move(previous.hyper_parameters);
   core_.record.update_counts = std::move(previous.update_counts);
   core_.record.trainer_state = std::move(previous.trainer_state);
-  core_.record.history.Undo();
-  core_.history.Undo();
+  // A step whose second round is outstanding is in no history yet.
+  if (!std::exchange(core_.record.directions, std::nullopt).has_value()) {
+    core_.record.history.Undo();
+    core_.history.Undo();
+  }
   core_.record.last_vote = {};
   saver_.schedule.GoBackTo(step);
   const bool applied = previous.applied;

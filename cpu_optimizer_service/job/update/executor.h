@@ -35,6 +35,7 @@ struct UpdatePlan {
   Listeners listeners;            // By rank. Nullable.
   RankMemories weights_in_place;  // By rank: where its weights go. Nullable.
   Speculation::Settled speculation;
+  std::vector<bool> lacks_first_round;  // By rank, in a second round: its stream is a later one.
 };
 
 // What a second round does (second_round.h).
@@ -121,8 +122,12 @@ class Executor {
   // `bounds`: by group, before it; empty: unknown.
   void Orthogonalize(std::shared_ptr<const StepUpdate> update, std::vector<StateBounds> bounds,
                      std::function<void(SecondRound)> then);
-  // For the ranks that are there now.
-  UpdatePlan MakeSecondPlan(StepUpdate update) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The same for O that ranks have given. `largest`: of each matrix, by parameter.
+  SecondRound DecideGiven(const StepUpdate& update, const std::vector<StateBounds>& bounds,
+                          const std::vector<double>& largest) const;
+  // For the ranks that are there now. `streams`: by rank, the one that got the first round's weights.
+  UpdatePlan MakeSecondPlan(StepUpdate update, const std::vector<uint64_t>& streams)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Its decision is stored. Updates, and sends the weights; then calls `then`.
   void CarryOutSecond(std::shared_ptr<UpdatePlan> plan, std::function<void()> then);
 

@@ -20,15 +20,14 @@ namespace {
 // Of a matrix, where it is copied.
 constexpr int64_t kElementsTogether = 1 << 18;
 
-// Infinity also for NaN.
-double Largest(absl::Span<const uint16_t> bf16) {
+}  // namespace
+
+double LargestOf(absl::Span<const uint16_t> bf16) {
   uint16_t largest = 0;
   for (const uint16_t bits : bf16) largest = std::max<uint16_t>(largest, bits & 0x7fff);
   const float value = std::bit_cast<float>(uint32_t{largest} << 16);
   return std::isfinite(value) ? value : StateBounds::kUnknown;
 }
-
-}  // namespace
 
 std::vector<int> MatricesOf(const Layout& layout, const StepUpdate& update) {
   std::vector<int> matrices;
@@ -141,7 +140,7 @@ void Executor::BeginMatrix(Orthogonalizing& work) {
                      }});
   work.loops.push_back({.count = pieces, .body = [this, p, piece_of, &work](int64_t index) {
                           const auto piece = piece_of(work.newton_schulz->orthogonal(), index);
-                          work.largest[index] = Largest(piece);
+                          work.largest[index] = LargestOf(piece);
                           memory_.directions->Scatter(p, index * kElementsTogether, piece);
                         }});
   work.next_loop = 0;
@@ -191,12 +190,28 @@ double Executor::LargestWeight(int parameter) const {
   return largest;
 }
 
-UpdatePlan Executor::MakeSecondPlan(StepUpdate update) {
-  return {.outcome = {},
-          .update = std::move(update),
-          .listeners = ranks_.ByRank(),
-          .weights_in_place = ranks_.WeightsMemories(),
-          .speculation = {}};
+SecondRound Executor::DecideGiven(const StepUpdate& update, const std::vector<StateBounds>& bounds,
+                                  const std::vector<double>& largest) const {
+  SecondRound round = {.decision = {}, .bounds = bounds};
+  round.bounds.resize(core_.layout.group_count());
+  for (const int p : MatricesOf(core_.layout, update)) {
+    const int group = core_.spec().layout.parameters[p].group;
+    DecideMatrix(update, p, largest[p],
+                 bounds.empty() ? StateBounds::kUnknown : bounds[group].master(), round);
+  }
+  return round;
+}
+
+UpdatePlan Executor::MakeSecondPlan(StepUpdate update, const std::vector<uint64_t>& streams) {
+  UpdatePlan plan = {.outcome = {},
+                     .update = std::move(update),
+                     .listeners = ranks_.ByRank(),
+                     .weights_in_place = ranks_.WeightsMemories(),
+                     .speculation = {}};
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    plan.lacks_first_round.push_back(ranks_[rank].stream != streams[rank]);
+  }
+  return plan;
 }
 
 void Executor::CarryOutSecond(std::shared_ptr<UpdatePlan> plan, std::function<void()> then) {
@@ -204,7 +219,9 @@ void Executor::CarryOutSecond(std::shared_ptr<UpdatePlan> plan, std::function<vo
       static_cast<int64_t>(core_.layout.chunks().size()),
       [this, keep = core_.KeepAlive(), plan](int64_t index) {
         const int chunk = static_cast<int>(index);
-        if (HasTwoRounds(chunk)) ApplyToChunk(*plan, chunk, Round::kSecond);
+        if (HasTwoRounds(chunk)) return ApplyToChunk(*plan, chunk, Round::kSecond);
+        const int rank = core_.layout.chunks()[chunk].rank;
+        if (plan->lacks_first_round[rank]) SendPublishedWeights(*plan, chunk);
       },
       std::move(then));
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/state_bounds.h"
@@ -21,6 +22,9 @@ std::vector<int> MatricesOf(const Layout& layout, const StepUpdate& update);
 // magnitudes of its weights before, and of O. Unknown if fp32 might not hold them.
 double WeightBoundAfter(const HyperParameters& values, const std::vector<int64_t>& shape,
                         double weight, double orthogonal);
+
+// The largest magnitude; infinity also for NaN.
+double LargestOf(absl::Span<const uint16_t> bf16);
 
 // What the round updates; once it is decided, without what is left.
 StepUpdate SecondUpdateOf(const KeptDirections& directions);

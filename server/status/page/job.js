@@ -24,6 +24,7 @@ function table(heads, rows) {
 function rankState(rank, job) {
   if (rank.awaited) return rank.attached ? "awaited" : "awaited; no process has it";
   if (!rank.attached) return "no process";
+  if (rank.orthogonalizes) return "orthogonalizing";
   if (rank.sealed) return "sealed";
   if (!rank.begun) return job.phase === "OPEN" ? "has not begun" : "attached";
   return job.phase === "UPDATING" ? "receiving" : "sending gradients";

@@ -54,6 +54,7 @@ export function perSecond(value) {
 
 // Whether others, which have sealed the step, wait for this rank.
 export function isAwaited(rank, job) {
+  if (job.phase === "DIRECTIONS") return job.seconds_since_first_seal > 0 && rank.orthogonalizes;
   return job.seconds_since_first_seal > 0 && !(job.phase === "VOTING" ? rank.voted : rank.sealed);
 }
 

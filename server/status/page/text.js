@@ -52,6 +52,7 @@ export const phases = {
   SEALED: ["deciding", "work"],
   VOTING: ["voting", "work"],
   UPDATING: ["updating", "work"],
+  DIRECTIONS: ["orthogonalizing", "work"],
   BROKEN: ["broken", "bad"],
   CLOSED: ["closed", "bad"],
 };

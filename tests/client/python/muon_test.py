@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Muon, with AdamW for what are no matrices, against torch.optim, alone and on several ranks."""
 
+import concurrent.futures
 import copy
 import functools
+import os
 import pathlib
+import signal
 import tempfile
 import unittest
 from unittest import mock
@@ -22,11 +25,12 @@ from fsdp_ranks import (
     whole,
 )
 from overlap_ranks import digest, loss_of_ddp
-from ranks_for_tests import RanksTest
+from ranks_for_tests import RanksTest, run_ranks
 from torch_test import TOLERANCE, Model, batch, furthest, loss_of, names
 
 import ballast
 import ballast.torch
+import ballast.torch.orthogonal
 import fsdp_ranks
 import rules_test
 from messages import refused
@@ -84,7 +88,7 @@ def parallel(model, kind, world_size, find_unused_parameters=True):
 
 
 def trains_as_one_process(rank, world_size, service, job, kind, max_norm=None, **options):
-    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
+    torch.optim._muon._zeropower_via_newtonschulz = ballast.torch.orthogonal.newton_schulz = newton_schulz
     model, called = parallel(fsdp_ranks.Model(), kind, world_size)
     alone = fsdp_ranks.Model()
     ours = ballast.torch.Muon(groups(named(model)), **MUON, service=service, job=job, max_norm=max_norm, **options)
@@ -107,10 +111,10 @@ def trains_as_one_process(rank, world_size, service, job, kind, max_norm=None, *
     return digest(model)
 
 
-def given_gradients(rank, world_size, service, job, kind, steps=(0, 4), resume=False, save=False):
+def given_gradients(rank, world_size, service, job, kind, steps=(0, 4), resume=False, save=False, **options):
     """The digest after steps with gradients that have the same bits everywhere."""
     model, _ = parallel(fsdp_ranks.Model(), kind, world_size)
-    optimizer = ballast.torch.Muon(groups(named(model)), lr=0.02, service=service, job=job)
+    optimizer = ballast.torch.Muon(groups(named(model)), lr=0.02, service=service, job=job, **options)
     if resume:
         assert optimizer.attach(resume=True) == steps[0]
     for step in range(*steps):
@@ -141,10 +145,41 @@ def accumulates(rank, world_size, service, job, kind, **options):
     return result
 
 
-def trains_and_undoes(rank, world_size, service, job, kind):
+def dies_in_the_second_round(rank, world_size, service, job, kind):
+    """All ranks, once they have the directions of step 2, and some have given O."""
+    model, _ = parallel(fsdp_ranks.Model(), kind, world_size)
+    optimizer = ballast.torch.Muon(groups(named(model)), lr=0.02, service=service, job=job, newton_schulz="workers")
+    give_gradients(model, 0)
+    optimizer.step()
+    of_session = ballast.Session.give_orthogonal
+
+    def die(*arguments):
+        if rank == 1:
+            of_session(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ballast.Session.give_orthogonal = die
+    give_gradients(model, 1)
+    optimizer.step()
+
+
+def ends_the_round_of_the_dead(rank, world_size, service, job, kind):
+    model, _ = parallel(fsdp_ranks.Model(), kind, world_size)
+    optimizer = ballast.torch.Muon(groups(named(model)), lr=0.02, service=service, job=job, newton_schulz="workers")
+    begin = optimizer.attach()
+    for step in range(begin, 4):
+        give_gradients(model, step)
+        optimizer.step()
+    result = [begin, digest(model)]
+    optimizer.close()
+    return result
+
+
+def trains_and_undoes(rank, world_size, service, job, kind, **options):
     """The digest after four steps, between which two are made and undone."""
     model, called = parallel(fsdp_ranks.Model(), kind, world_size)
-    optimizer = ballast.torch.Muon(groups(named(model)), lr=0.02, service=service, job=job, keep_previous=True)
+    optimizer = ballast.torch.Muon(groups(named(model)), lr=0.02, service=service, job=job, keep_previous=True,
+                                   **options)
 
     def train(step):
         optimizer.zero_grad()
@@ -175,6 +210,8 @@ train_both = functools.partial(rules_test.train_both, seldom=in_odd_steps)
 
 
 class MuonTest(unittest.TestCase):
+    NEWTON_SCHULZ = "service"
+
     @classmethod
     def setUpClass(cls):
         torch.set_num_threads(1)
@@ -184,12 +221,14 @@ class MuonTest(unittest.TestCase):
 
     def optimizer(self, params, job="", **options):
         optimizer = ballast.torch.Muon(params, **{"service": self.service.address, "lr": MUON["lr"],
+                                                  "newton_schulz": self.NEWTON_SCHULZ,
                                                   "job": self.id().rpartition(".")[2] + job, **options})
         self.addCleanup(optimizer.close)
         return optimizer
 
     def exact(self):
         self.enterContext(mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", newton_schulz))
+        self.enterContext(mock.patch.object(ballast.torch.orthogonal, "newton_schulz", newton_schulz))
 
     def test_equals_torchs_with_every_option(self):
         self.exact()
@@ -333,14 +372,92 @@ class MuonTest(unittest.TestCase):
             mine.load_state_dict(others.state_dict())
 
 
+class WorkersMuonTest(MuonTest):
+    """The same, and more, where the trainer's process makes the iteration."""
+
+    NEWTON_SCHULZ = "workers"
+
+    def test_the_iteration_is_torchs(self):
+        for shape in ((16, 40), (40, 16), (7, 7), (1, 9)):
+            direction = torch.randn(shape)
+            ours, theirs = (iteration(direction, (3.4445, -4.775, 2.0315), 5, 1e-7) for iteration in (
+                ballast.torch.orthogonal.newton_schulz, torch.optim._muon._zeropower_via_newtonschulz))
+            self.assertTrue(torch.equal(ours, theirs), shape)
+
+    def test_an_interrupted_round_is_ended(self):
+        straight, model = Model(), Model()
+        train(straight, self.optimizer(groups(names(straight)), "straight"), 0, 3)
+        mine = self.optimizer(groups(names(model)))
+        train(model, mine, 0, 1)
+        with mock.patch.object(ballast.torch.orthogonal, "newton_schulz", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                train(model, mine, 1, 2)
+        mine.step()  # It has been made.
+        train(model, mine, 2, 3)
+        self.assertEqual(furthest(model, straight), 0)
+
+    def test_an_aborted_round_leaves_the_matrices(self):
+        model = Model()
+        mine = self.optimizer(groups(names(model)))
+        train(model, mine, 0, 1)
+        before = {name: p.detach().clone() for name, p in names(model)}
+        client, made = ballast.connect(self.service.address), ballast.torch.orthogonal.newton_schulz
+
+        def abort(*arguments):
+            if client.job("test_an_aborted_round_leaves_the_matrices")["phase"] == "DIRECTIONS":
+                client._change("JobService/AbortStep", name="jobs/test_an_aborted_round_leaves_the_matrices")
+            return made(*arguments)
+
+        with mock.patch.object(ballast.torch.orthogonal, "newton_schulz", abort):
+            train(model, mine, 1, 2)
+        for name, p in names(model):
+            self.assertEqual(torch.equal(p, before[name]), p.ndim == 2, name)
+        train(model, mine, 2, 3)
+        self.assertFalse(torch.equal(model.inner.weight, before["inner.weight"]))
+
+    def test_a_rank_that_gives_nothing_is_named(self):
+        matrix = ballast.Parameter("w", (512, 2))
+        job = ballast.Job("test_a_rank_that_gives_nothing_is_named",
+                          [ballast.Group("m", ballast.HyperParameters(rule="muon"), "bfloat16", "bfloat16")], [matrix],
+                          world_size=2, newton_schulz="workers")
+        weights = [torch.zeros(512, 2, dtype=torch.bfloat16) for _ in range(2)]
+        sessions = [ballast.Session(self.service.address, job, [weights[rank].data_ptr()], rank=rank, timeout=3.0,
+                                    memory=weights) for rank in range(2)]
+        first = torch.ones(512, 2)
+        for session in sessions:
+            session.upload_weights([first.data_ptr()])
+        for session in sessions:
+            session.begin_step()
+            session.push_gradients([weights[0].data_ptr()], final=True)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            self.assertTrue(all(decision.applied for decision in pool.map(ballast.Session.seal_and_vote, sessions)))
+        place = torch.zeros(512, 2, dtype=torch.bfloat16)
+        self.assertTrue(sessions[0].read_directions([place.data_ptr()]))
+        with refused(self, ballast.FailedPreconditionError):
+            sessions[0].receive_weights()
+        sessions[0].give_orthogonal([place.data_ptr()])
+        with refused(self, ballast.DeadlineError):
+            sessions[0].receive_weights()
+        self.assertTrue(sessions[1].read_directions([place.data_ptr()]))
+        sessions[1].give_orthogonal([place.data_ptr()])
+        for session in sessions:
+            session.receive_weights()
+            session.close()
+
+
 class MuonRanksTest(RanksTest):
     MODULE = "muon_test"
+    NEWTON_SCHULZ = "service"
 
     @classmethod
     def setUpClass(cls):
         cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         cls.service = ballast.Service(memory_limit="1GiB", checkpoint_dir=cls.folder)
         cls.addClassCleanup(cls.service.stop)
+
+    def ranks(self, world_size, *cases):
+        return super().ranks(world_size, *[(function, {"newton_schulz": self.NEWTON_SCHULZ, **options})
+                                           for function, options in cases])
 
     def all_ranks_agree(self, results):
         for of_case in results:
@@ -378,6 +495,22 @@ class MuonRanksTest(RanksTest):
     def test_undo(self):
         results = self.all_ranks_agree(self.ranks(2, *[("trains_and_undoes", {"kind": kind}) for kind in ("ddp", "fsdp")]))
         self.assertEqual(len(results), 2)
+
+
+class WorkersMuonRanksTest(MuonRanksTest):
+    """The same, and more, where the ranks make the iteration."""
+
+    NEWTON_SCHULZ = "workers"
+
+    def test_the_next_ranks_end_the_round_of_the_dead(self):
+        for kind in ("ddp", "fsdp"):
+            (straight,) = self.ranks(2, ("given_gradients", {"kind": kind, "job": f"straight-{kind}"}))
+            options = {"service": self.service.address, "job": f"dies-{kind}", "kind": kind}
+            run_ranks(self.MODULE, 2, [("dies_in_the_second_round", options)], may_die=(0, 1))
+            (job,) = [job for job in ballast.connect(self.service.address).jobs() if job["name"] == f"dies-{kind}"]
+            self.assertEqual(job["phase"], "DIRECTIONS")
+            self.assertEqual(run_ranks(self.MODULE, 2, [("ends_the_round_of_the_dead", options)]),
+                             [[[2, digest_of_rank] for digest_of_rank in straight]])
 
 
 if __name__ == "__main__":

@@ -54,13 +54,24 @@ class ServiceDeathTest(unittest.TestCase):
                 time.sleep(0.005)
 
     def test_trainers_go_on_and_end_with_the_same_weights(self):
+        undisturbed, disturbed = self.train_twice("overlap_ranks", CASES)
+        self.assertEqual([[digest for digest, _ in of_case] for of_case in disturbed],
+                         [[digest for digest, _ in of_case] for of_case in undisturbed])
+
+    def test_ranks_that_orthogonalize_go_on_and_end_with_the_same_weights(self):
+        undisturbed, disturbed = self.train_twice("muon_test", [
+            ("given_gradients", {"kind": kind, "steps": (0, 30), "newton_schulz": "workers"}) for kind in ("ddp", "fsdp")])
+        self.assertEqual(disturbed, undisturbed)
+
+    def train_twice(self, module, cases):
+        """What two ranks return without kills, and with them."""
         import ballast
         service = self.start_service()
 
         def train(prefix):
-            return run_ranks("overlap_ranks", 2, [
+            return run_ranks(module, 2, [
                 (function, {"service": service.address, "job": f"{prefix}-{number}", **options})
-                for number, (function, options) in enumerate(CASES)])
+                for number, (function, options) in enumerate(cases)])
 
         undisturbed = train("undisturbed")
         client = ballast.connect(service.address)
@@ -75,10 +86,9 @@ class ServiceDeathTest(unittest.TestCase):
         finally:
             over.set()
             killer.join()
-        self.assertEqual([[digest for digest, _ in of_case] for of_case in disturbed],
-                         [[digest for digest, _ in of_case] for of_case in undisturbed])
         self.assertGreaterEqual(self.kills, 5)
-        print(f"{self.kills} kills of the service, the same weights", file=sys.stderr)
+        print(f"{self.kills} kills of the service", file=sys.stderr)
+        return undisturbed, disturbed
 
     def test_fsdp_goes_on_from_a_death_in_each_step(self):
         service = self.start_service()

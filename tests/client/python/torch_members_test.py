@@ -26,7 +26,7 @@ from ballast.client import Client
 from ballast.resize import other_shape
 from ballast.session import Job
 from ballast.torch import from_checkpoint, nodes
-from ballast.torch.nodes import Node, goes_on, homes_of, host_towards, is_loopback, joined
+from ballast.torch.services.nodes import Node, goes_on, homes_of, host_towards, is_loopback, joined
 from package_test import Rank
 
 BOTH = {"overlap": True, "overlap_weights": True}

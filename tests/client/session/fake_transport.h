@@ -294,10 +294,14 @@ class FakeTransport final : public Transport {
   }
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
-      const std::function<std::vector<float>(int chunk)>& fill) override {
+      const std::function<std::vector<std::byte>(int chunk)>& fill) override {
     uploaded_state = open.first_state();
     if (absl::Status status = Take(upload_results); !status.ok()) return status;
-    for (int chunk : chunks) uploaded.emplace_back(chunk, fill(chunk));
+    for (int chunk : chunks) {
+      const std::vector<std::byte> bytes = fill(chunk);
+      const auto* const values = reinterpret_cast<const float*>(bytes.data());
+      uploaded.emplace_back(chunk, std::vector(values, values + bytes.size() / sizeof(float)));
+    }
     v1::UploadWeightsResponse response;
     response.set_chunks(static_cast<int64_t>(chunks.size()));
     return response;

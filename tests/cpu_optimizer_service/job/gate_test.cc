@@ -23,9 +23,9 @@ constexpr Admission kAllAdmissions[] = {
     Admission::kFinishClear, Admission::kLoad,       Admission::kReplaceState,
     Admission::kClose,       Admission::kUndo,       Admission::kWrite,
     Admission::kHear};
-constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kReported,
-                                Phase::kSealed,   Phase::kDeciding, Phase::kUpdating,
-                                Phase::kClearing, Phase::kLoading,  Phase::kClosed};
+constexpr Phase kAllPhases[] = {
+    Phase::kIdle,     Phase::kOpen,       Phase::kReported, Phase::kSealed,  Phase::kDeciding,
+    Phase::kUpdating, Phase::kDirections, Phase::kClearing, Phase::kLoading, Phase::kClosed};
 static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) == kPhases);
 
 // What a person would say of an admission, written down once more and by other means than the
@@ -49,7 +49,9 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
       return wait_if(admission == Admission::kQuietRank && rank.adding > 0);
     case Admission::kSnapshot:
     case Admission::kRead:
-      if (moves_by_itself || phase == Phase::kLoading) return Answer::kWaits;
+      if (moves_by_itself || phase == Phase::kDirections || phase == Phase::kLoading) {
+        return Answer::kWaits;
+      }
       if (state.torn) return Answer::kTorn;
       return wait_if(admission == Admission::kRead && phase == Phase::kSealed && state.readers > 0);
     case Admission::kReadNow:
@@ -71,7 +73,7 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
     case Admission::kAbort:
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kUpdating) return Answer::kDecided;
-      return undecided ? Answer::kGranted : Answer::kNoStep;
+      return undecided || phase == Phase::kDirections ? Answer::kGranted : Answer::kNoStep;
     case Admission::kUndo:
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kUpdating) return Answer::kDecided;
@@ -182,6 +184,22 @@ TEST_F(GateTurns, ComeInTheOrderOfAskingWhenTheStepIsCommitted) {
   gate_.Commit();
   EXPECT_THAT(Turns(), ElementsAre("first", "second", "third"));
   EXPECT_THAT(Turns(), IsEmpty()) << "each gets one turn";
+}
+
+TEST_F(GateTurns, OfRanksComeWhileDirectionsAreOrthogonalized) {
+  MoveToUpdating();
+  Enter("snapshot", Admission::kSnapshot);
+  Enter("attach", Admission::kAttach);
+  gate_.AwaitDirections();
+  EXPECT_THAT(Turns(), ElementsAre("attach"));
+  gate_.StartClearing();  // A new generation.
+  gate_.FinishClearing();
+  gate_.AwaitDirections();
+  EXPECT_THAT(Turns(), IsEmpty());
+  gate_.EndDirections();
+  EXPECT_THAT(Turns(), IsEmpty());
+  gate_.Commit();
+  EXPECT_THAT(Turns(), ElementsAre("snapshot"));
 }
 
 TEST_F(GateTurns, AreRefusedWhenTheJobIsClosedInstead) {

@@ -108,6 +108,11 @@ class RecordingListener : public RankListener {
     bytes.reset();
     if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
   }
+  void OnDirections(uint64_t step) override {
+    MutexLock lock(mutex_);
+    directions_ = step;
+    changed_.NotifyAll();
+  }
   void OnCommitted(uint64_t step, double update_seconds, const std::string& left) override {
     MutexLock lock(mutex_);
     committed_ = step;
@@ -146,6 +151,10 @@ class RecordingListener : public RankListener {
   void WaitForCommit(uint64_t step) {
     MutexLock lock(mutex_);
     while (committed_ < step) changed_.Wait(mutex_);
+  }
+  void WaitForDirections(uint64_t step) {
+    MutexLock lock(mutex_);
+    while (directions_ < step) changed_.Wait(mutex_);
   }
   void WaitForProvisional(size_t chunks) {
     MutexLock lock(mutex_);
@@ -205,6 +214,7 @@ class RecordingListener : public RankListener {
   std::map<int, std::optional<std::vector<std::byte>>> provisional_ ABSL_GUARDED_BY(mutex_);
   std::map<int, std::optional<std::vector<std::byte>>> shards_ ABSL_GUARDED_BY(mutex_);
   uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t directions_ ABSL_GUARDED_BY(mutex_) = 0;
   std::string left_ ABSL_GUARDED_BY(mutex_);
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
 };
@@ -369,7 +379,8 @@ class JobDriver {
                                        .process_id = process_id,
                                        .generation = attachment.generation,
                                        .update_mode = mode,
-                                       .weights_in_place = sending_ != Sending::kPayload},
+                                       .weights_in_place = sending_ != Sending::kPayload,
+                                       .orthogonalizes = true},
                                       listeners_[rank])
                          .value();
   }

@@ -178,8 +178,8 @@ absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
   } else if (DiesIn(seal)) {
     side.sealed = false;
     BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/last && !why.has_value()));
-    whole_ = carried_out_;
-    return carried_out_ ? absl::OkStatus() : Seal(call, micro_steps);
+    whole_ = carried_out_ || in_directions_;
+    return whole_ ? absl::OkStatus() : Seal(call, micro_steps);
   }
   BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal, std::move(sealed));
   if (refusal.has_value() != why.has_value()) {

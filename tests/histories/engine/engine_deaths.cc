@@ -38,15 +38,22 @@ absl::Status EnginePlayer::TakeOver(bool may_be_decided, const UnderWay& under_w
   }
   BALLAST_RETURN_IF_ERROR(stage_.TakeOver());
   taken_over_step_ = step_;
-  carried_out_ = may_be_decided && stage_.job().Status().committed_step == step_;
+  const JobStatus status = stage_.job().Status();
+  in_directions_ = may_be_decided && status.phase == JobPhase::kDirections;
+  carried_out_ = may_be_decided && !in_directions_ && status.committed_step == step_;
+  first_round_taken_over_ |= in_directions_;
   stage_.tally().carried_out += carried_out_;
-  if (told && !carried_out_) {
+  if (told && !carried_out_ && !in_directions_) {
     return Wrong("step ", step_, " was told to be decided, and is not after a death");
   }
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];
     side.away = carried_out_;  // It opens once the model has come as far.
     if (carried_out_) continue;
+    if (in_directions_) {
+      side.begun = side.sealed = false;
+      side.try_number = 0;
+    }
     if (std::exchange(side.sealed, false)) {  // Seals are said again.
       calls_.push_back({.kind = CallKind::kSeal, .rank = rank, .try_number = side.try_number});
     }

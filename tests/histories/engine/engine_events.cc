@@ -18,7 +18,10 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
     case EventKind::kCut:
       return side.away ? absl::OkStatus() : Cut(event);
     case EventKind::kAway:
-      // Who is away cannot vote.
+      // Who is away cannot vote. Rank 0 is to hear of directions.
+      if (event.rank == 0 && history_.job.newton_schulz == Orthogonalizer::kWorkers) {
+        return absl::OkStatus();
+      }
       if (side.sealed && !side.away && !Looks(*attempt_, event.rank) && votes_otherwise_ == -1) {
         side.stream.reset();
         side.away = true;
@@ -87,7 +90,8 @@ absl::Status EnginePlayer::CheckPosition(int rank) const {
   const Rank& side = ranks_[rank];
   const RankPosition& position = side.stream->position();
   if (position.generation != generation_ ||
-      position.committed_step != stage_.model().state().committed_step) {
+      position.committed_step != stage_.model().state().committed_step + (in_directions_ ? 1 : 0) ||
+      position.awaits_orthogonal != in_directions_) {
     return Wrong("rank ", rank, " opens in generation ", ToString(position.generation), " at step ",
                  position.committed_step);
   }

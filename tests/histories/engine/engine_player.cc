@@ -37,7 +37,8 @@ absl::Status EnginePlayer::Open(int rank, bool over, const UnderWay& under_way) 
                            .process_id = side.process_id,
                            .uid = stage_.job().uid(),
                            .spec = stage_.job().spec()};
-  request.expected_committed_step = stage_.model().state().committed_step;
+  request.expected_committed_step =
+      stage_.model().state().committed_step + (in_directions_ ? 1 : 0);
   if (side.generation == generation_) request.generation = generation_;
   BALLAST_ASSIGN_OR_RETURN(const Attachment attached, stage_.job().Attach(request));
   if (attached.generation != generation_) {
@@ -64,8 +65,10 @@ absl::Status EnginePlayer::Open(int rank, bool over, const UnderWay& under_way) 
            .process_id = side.process_id,
            .generation = generation_,
            .update_mode = speculates ? UpdateMode::kSpeculate : UpdateMode::kWait,
-           .weights_in_place = side.weights_in_place},
+           .weights_in_place = side.weights_in_place,
+           .orthogonalizes = true},
           ear));
+  if (in_directions_) ear->OpenedInDirections(step_);
   std::swap(side.stream, stream);
   side.ear = std::move(ear);
   side.away = false;
@@ -83,7 +86,9 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   live_ = 0;
   live_begun_ = false;
   step_ = stage_.next_step();
-  open_ = whole_ = refused_ = hopeless_ = carried_out_ = false;
+  open_ = whole_ = refused_ = hopeless_ = carried_out_ = in_directions_ = false;
+  first_round_taken_over_ = false;
+  round_ = {};
   if (may_die_) stage_.deaths().Disarm();
   calls_ = tries_->script(0).Calls();
   next_micro_step_.assign(stage_.layout().chunks().size(), 0);
@@ -167,12 +172,13 @@ absl::Status EnginePlayer::Finish() {
       break;
     }
     BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/true));
-    if (!carried_out_) BALLAST_RETURN_IF_ERROR(SealAll());
+    if (!carried_out_ && !in_directions_) BALLAST_RETURN_IF_ERROR(SealAll());
   }
   return FinishCommit();
 }
 
 absl::Status EnginePlayer::AwaitDecision() {
+  if (in_directions_) return PlayDirections();
   BALLAST_RETURN_IF_ERROR(PlayVotes());
   // Who lost the answer to a seal says it again, whatever has become of the step meanwhile.
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
@@ -189,14 +195,16 @@ absl::Status EnginePlayer::AwaitDecision() {
                                        "another vote than the decided one"));
   }
   for (const Rank& side : ranks_) {
-    if (side.away || side.ear->AwaitCommit(step_)) continue;
+    if (side.away || side.ear->AwaitDirectionsOrCommit(step_)) continue;
     return Wrong("step ", step_, " was not committed");
   }
-  return absl::OkStatus();
+  in_directions_ = ranks_[0].ear->AwaitsOrthogonal(step_);
+  return in_directions_ ? PlayDirections() : absl::OkStatus();
 }
 
 absl::Status EnginePlayer::FinishCommit() {
-  const ModelOutcome expected = stage_.model().Commit(live());
+  const ModelOutcome expected = stage_.model().Commit(live(), round_);
+  in_directions_ = false;
   for (Rank& side : ranks_) {
     side.begun = false;
     side.try_number = 0;
@@ -209,7 +217,10 @@ absl::Status EnginePlayer::FinishCommit() {
     }
     if (!side.ear->AwaitCommit(step_)) return Wrong("step ", step_, " was not committed");
     BALLAST_RETURN_IF_ERROR(side.ear->fault());
-    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(side.ear->outcomes().back(), expected, live()));
+    // A stream that was opened while directions were orthogonalized has not been told.
+    if (const auto outcomes = side.ear->outcomes(); !outcomes.empty()) {
+      BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(outcomes.back(), expected, live()));
+    }
     if (!expected.decision.apply) continue;
     const auto shards = side.ear->shards();
     const auto unread = side.ear->unread_chunks();
@@ -227,7 +238,7 @@ absl::Status EnginePlayer::FinishCommit() {
   const int64_t summed =
       std::count_if(payloads_.begin(), payloads_.end(), [](int payloads) { return payloads > 1; });
   // A step that is carried out after a death leaves none in use.
-  return stage_.CheckCommit(live(), expected, carried_out_ ? 0 : summed);
+  return stage_.CheckCommit(live(), expected, carried_out_ || first_round_taken_over_ ? 0 : summed);
 }
 
 bool EnginePlayer::GivesUp() const {
@@ -334,10 +345,19 @@ absl::Status EnginePlayer::AbortNow(bool at_decision) {
   if (!open_ || (at_decision && !aborted.ok())) {
     BALLAST_RETURN_IF_ERROR(
         ExpectCode(absl::StatusCode::kFailedPrecondition, aborted.status(), "abort-step"));
-    return open_ ? FinishCommit() : absl::OkStatus();
+    if (!open_) return absl::OkStatus();
+    (void)ranks_[0].ear->AwaitDirectionsOrCommit(step_);
+    in_directions_ = ranks_[0].ear->AwaitsOrthogonal(step_);
+    if (in_directions_) BALLAST_RETURN_IF_ERROR(PlayDirections());
+    return FinishCommit();
   }
   BALLAST_RETURN_IF_ERROR(aborted.status());
   if (*aborted != step_) return Wrong("aborted step ", *aborted, ", expected ", step_);
+  // It may have come in a second round.
+  if (at_decision && ranks_[0].ear->AwaitsOrthogonal(step_)) {
+    round_.left = true;
+    return FinishCommit();
+  }
   ++(at_decision ? stage_.tally().aborted_at_decision : stage_.tally().aborted);
   return gives_up ? FinishGivenUp(/*replaced=*/-1) : StartOver();
 }
@@ -405,7 +425,8 @@ absl::Status EnginePlayer::StartOver() {
                                              .OpenStream({.uid = stage_.job().uid(),
                                                           .rank = rank,
                                                           .process_id = side.process_id,
-                                                          .generation = old_generation},
+                                                          .generation = old_generation,
+                                                          .orthogonalizes = true},
                                                          std::make_shared<RecordingListener>(false))
                                              .status(),
                                          "opening a stream of the older generation"));

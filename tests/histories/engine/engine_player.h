@@ -62,6 +62,13 @@ class EnginePlayer {
   absl::Status Finish();
   // Votes, and waits until all have been told what came of it.
   absl::Status AwaitDecision();
+  // engine_directions.cc: while ranks give O.
+  absl::Status PlayDirections();
+  absl::Status Disturb(int kind, int rank, int chunk);
+  bool IsAliveToTheEnd();
+  absl::Status ReadDirections();  // And makes O of them.
+  absl::Status Give(int chunk);
+  absl::Status StartRoundAgain();
   absl::Status FinishCommit();
   absl::Status FinishRefused();
   // The step could not be kept, and was skipped, because of `why`. `replaced`: a rank that has no
@@ -171,13 +178,17 @@ class EnginePlayer {
   bool mortal_ = false;           // Whether the service may die in the calls made now.
   uint64_t taken_over_step_ = 0;  // By a service after a death, in this attempt or one before;
   bool carried_out_ = false;      // or carried out by it: all ranks are away.
-  bool open_ = false;             // Some rank has begun it.
-  bool whole_ = false;            // The last seal has been taken.
-  bool refused_ = false;          // A seal has been refused for good: the last one,
-  bool hopeless_ = false;         // or that of a rank which will never have one taken.
-  int votes_otherwise_ = -1;      // The rank that does; none any more, once it was told.
-  uint32_t live_ = 0;             // The highest try of any rank: all others have to come to it.
-  bool live_begun_ = false;       // A rank has begun it.
+  bool in_directions_ = false;    // Its ranks are to give O, or have done so.
+  bool first_round_taken_over_ = false;  // By a service after a death.
+  Model::SecondRound round_;
+  std::vector<std::vector<uint16_t>> orthogonal_;  // By chunk; empty: none is to be given.
+  bool open_ = false;                              // Some rank has begun it.
+  bool whole_ = false;                             // The last seal has been taken.
+  bool refused_ = false;      // A seal has been refused for good: the last one,
+  bool hopeless_ = false;     // or that of a rank which will never have one taken.
+  int votes_otherwise_ = -1;  // The rank that does; none any more, once it was told.
+  uint32_t live_ = 0;         // The highest try of any rank: all others have to come to it.
+  bool live_begun_ = false;   // A rank has begun it.
   std::vector<Call> calls_;
   size_t next_call_ = 0;
   std::vector<uint32_t> next_micro_step_;  // By chunk, as the ledger should have it.

@@ -206,7 +206,8 @@ absl::Status EngineStream::Open(const v1::OpenTrain& request) {
                                .rank = request.rank(),
                                .process_id = request.process_id(),
                                .generation = proto::FromProto(request.generation()),
-                               .update_mode = update_mode},
+                               .update_mode = update_mode,
+                               .orthogonalizes = request.orthogonalizes()},
                               outbox_, std::move(done));
       }));
   first_of_rank_ = job->layout().first_of_rank(request.rank());

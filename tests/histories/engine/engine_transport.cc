@@ -80,10 +80,26 @@ absl::StatusOr<v1::LoadJobResponse> EngineTransport::LoadJob(
     const v1::LoadJobRequest& /*request*/) {
   return absl::UnimplementedError("LoadJob");
 }
+// Of O.
 absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
-    const v1::OpenTrain& /*open*/, absl::Duration /*limit*/, absl::Span<const int> /*chunks*/,
-    const std::function<std::vector<float>(int chunk)>& /*fill*/) {
-  return absl::UnimplementedError("UploadWeights");
+    const v1::OpenTrain& open, absl::Duration /*limit*/, absl::Span<const int> chunks,
+    const std::function<std::vector<std::byte>(int chunk)>& fill) {
+  if (open.orthogonal_step() == 0) return absl::UnimplementedError("UploadWeights");
+  return WithJob(open.name(),
+                 [&](Host::Visit& /*visit*/,
+                     const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::UploadWeightsResponse> {
+                   const RankHolder holder = {.rank = open.rank(),
+                                              .process_id = open.process_id(),
+                                              .generation = proto::FromProto(open.generation())};
+                   for (const int chunk : chunks) {
+                     const std::vector<std::byte> bytes = fill(chunk);
+                     const absl::Span<const std::byte> piece(bytes);
+                     BALLAST_RETURN_IF_ERROR(job->GiveOrthogonal(
+                         holder, open.orthogonal_step(),
+                         chunk + job->layout().first_of_rank(open.rank()), {&piece, 1}));
+                   }
+                   return v1::UploadWeightsResponse();
+                 });
 }
 
 absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
@@ -100,8 +116,10 @@ absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
         }
         for (const uint32_t chunk : request.chunks()) {
           const int in_job = static_cast<int>(chunk) + job->layout().first_of_rank(request.rank());
-          BALLAST_ASSIGN_OR_RETURN(const server::OwnedWeights weights,
-                                   server::ReadWeights(*job, status.generation, step, in_job));
+          BALLAST_ASSIGN_OR_RETURN(
+              const server::OwnedWeights weights,
+              request.directions() ? server::ReadDirections(*job, step, in_job)
+                                   : server::ReadWeights(*job, status.generation, step, in_job));
           BALLAST_RETURN_IF_ERROR(
               place(server::MakeWeightHeader(step, static_cast<int>(chunk)), {weights.bytes()}));
         }

@@ -31,7 +31,7 @@ class EngineTransport final : public client::Transport {
   absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override;
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
-      const std::function<std::vector<float>(int chunk)>& fill) override;
+      const std::function<std::vector<std::byte>(int chunk)>& fill) override;
   absl::StatusOr<uint64_t> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header,

@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/rule.h"
+#include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::histories {
@@ -32,15 +33,15 @@ std::string Describe(const Tally& tally) {
       tally.refused_calls, ", norms looked at ", tally.norms, ", discarded for them ", tally.spikes,
       ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
       tally.given_up, ", further gradients after may_guess ", tally.not_last, "; aborted ",
-      tally.aborted, " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone,
-      ", written between steps ", tally.written, ", derived ", tally.derived, ", replaced ",
-      tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
-      "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
-      tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed, "; deaths ",
-      tally.deaths, ", decided steps carried out after one ", tally.carried_out, "; died at ",
-      absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")), "; over members ",
-      tally.over_members, ", words ", tally.words, ", links cut ", tally.link_cuts,
-      ", deaths of members ", tally.member_deaths);
+      tally.aborted, " and at the decision ", tally.aborted_at_decision, ", in a second round ",
+      tally.left, ", undone ", tally.undone, ", written between steps ", tally.written,
+      ", derived ", tally.derived, ", replaced ", tally.replaced, ", loaded ", tally.loaded,
+      ", snapshots ", tally.snapshots, "; chunks speculated ", tally.speculated, ", published ",
+      tally.published, ", redone ", tally.redone, "; in place ", tally.in_place, ", borrowed ",
+      tally.borrowed, "; deaths ", tally.deaths, ", decided steps carried out after one ",
+      tally.carried_out, "; died at ", absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")),
+      "; over members ", tally.over_members, ", words ", tally.words, ", links cut ",
+      tally.link_cuts, ", deaths of members ", tally.member_deaths);
 }
 
 Engine& Engines::WithThreads(int threads, bool may_die) {
@@ -312,6 +313,39 @@ std::vector<std::byte> JobUnderTest::Shard(int chunk) const {
     }
   }
   return bytes;
+}
+
+absl::StatusOr<std::vector<std::vector<uint16_t>>> JobUnderTest::MakeOrthogonal() {
+  const std::vector<HyperParameters> values = job().Status().recent_steps.back().hyper_parameters;
+  std::vector<std::vector<uint16_t>> of_chunks(layout_.chunks().size());
+  for (int chunk = 0; chunk < static_cast<int>(of_chunks.size()); ++chunk) {
+    const Chunk& place = layout_.chunks()[chunk];
+    if (!HasTwoRounds(values[place.group].rule)) continue;
+    of_chunks[chunk].resize(place.elements);
+    BALLAST_RETURN_IF_ERROR(
+        job().ReadDirections(next_step(), chunk,
+                             {reinterpret_cast<std::byte*>(of_chunks[chunk].data()),
+                              of_chunks[chunk].size() * sizeof(uint16_t)}));
+  }
+  for (int p = 0; p < static_cast<int>(plan_.parameters.size()); ++p) {
+    const ParameterPlan& parameter = plan_.parameters[p];
+    const int64_t elements = layout_.place(p).elements;
+    if (!HasTwoRounds(values[parameter.group].rule) || !parameter.trainable || elements == 0) {
+      continue;
+    }
+    std::vector<uint16_t> matrix(elements);
+    const auto visit = [&](const auto& copy) {
+      layout_.VisitRange(p, 0, elements, [&](const ChunkPiece& piece) {
+        copy(matrix.data() + piece.parameter_offset,
+             of_chunks[piece.chunk].data() + piece.chunk_offset, piece.elements);
+      });
+    };
+    visit([](uint16_t* to, const uint16_t* from, int64_t n) { std::copy_n(from, n, to); });
+    const std::vector<int64_t> shape = ShapeOf(plan_, parameter);
+    OrthogonalizeReference(absl::MakeSpan(matrix), shape[0], shape[1], values[parameter.group]);
+    visit([](const uint16_t* from, uint16_t* to, int64_t n) { std::copy_n(from, n, to); });
+  }
+  return of_chunks;
 }
 
 absl::Status JobUnderTest::CheckShard(int chunk, const std::vector<std::byte>& came) const {

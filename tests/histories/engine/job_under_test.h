@@ -44,6 +44,7 @@ struct Tally {
   int64_t not_last = 0;  // Contributions that may_guess to be the last, and were not.
   int64_t aborted = 0;
   int64_t aborted_at_decision = 0;
+  int64_t left = 0;  // Second rounds that were aborted.
   int64_t undone = 0;
   int64_t written = 0;
   int64_t derived = 0;
@@ -172,6 +173,8 @@ class JobUnderTest {
   absl::StatusOr<std::optional<CheckpointInfo>> Load();
   absl::Status ChangeGroup(int group, const HyperParameterOverrides& changes);
 
+  // What ranks are to give in the second round that is outstanding: O by chunk; empty: nothing.
+  absl::StatusOr<std::vector<std::vector<uint16_t>>> MakeOrthogonal();
   // The weights of a chunk as they should be returned now.
   std::vector<std::byte> Shard(int chunk) const;
   absl::Status CheckShard(int chunk, const std::vector<std::byte>& came) const;

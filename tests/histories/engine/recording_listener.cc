@@ -1,5 +1,6 @@
 #include "tests/histories/engine/recording_listener.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -102,7 +103,8 @@ void RecordingListener::OnDecision(const StepOutcome& outcome,
 void RecordingListener::OnWeights(uint64_t step, int chunk, WeightBuffer shard) {
   MutexLock lock(mutex_);
   if (Ignores()) return;
-  if (step != decided_step_ || !outcomes_.back().decision.apply) {
+  const bool applies = outcomes_.empty() || outcomes_.back().decision.apply;
+  if (step != decided_step_ || !applies) {
     return Complain(absl::StrCat("weights of step ", step, ", which is not decided to apply"));
   }
   if (shards_.contains(chunk) || unread_.contains(chunk)) {
@@ -113,6 +115,24 @@ void RecordingListener::OnWeights(uint64_t step, int chunk, WeightBuffer shard) 
   } else {
     unread_.insert(chunk);
   }
+}
+
+void RecordingListener::OnDirections(uint64_t step) {
+  MutexLock lock(mutex_);
+  if (Ignores()) return;
+  if (step != decided_step_) Complain(absl::StrCat("directions of undecided step ", step));
+  directions_step_ = step;
+  changed_.NotifyAll();
+}
+
+bool RecordingListener::AwaitsOrthogonal(uint64_t step) const {
+  MutexLock lock(mutex_);
+  return directions_step_ == step && committed_step_ < step;
+}
+
+void RecordingListener::OpenedInDirections(uint64_t step) {
+  MutexLock lock(mutex_);
+  decided_step_ = directions_step_ = step;
 }
 
 void RecordingListener::OnCommitted(uint64_t step, double update_seconds, const std::string& left) {
@@ -142,6 +162,15 @@ bool RecordingListener::AwaitCommit(uint64_t step) {
     if (!changed_.WaitUntil(mutex_, deadline)) break;
   }
   return committed_step_ >= step;
+}
+
+bool RecordingListener::AwaitDirectionsOrCommit(uint64_t step) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  MutexLock lock(mutex_);
+  while (std::max(committed_step_, directions_step_) < step && detached_.ok() && !IsDead()) {
+    if (!changed_.WaitUntil(mutex_, deadline)) break;
+  }
+  return std::max(committed_step_, directions_step_) >= step;
 }
 
 absl::Status RecordingListener::fault() const {

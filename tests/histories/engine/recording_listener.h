@@ -37,14 +37,20 @@ class RecordingListener final : public RankListener {
   void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override;
   void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
   void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnDirections(uint64_t step) override;
   void OnCommitted(uint64_t step, double update_seconds, const std::string& left) override;
   void OnDetached(const absl::Status& status) override;
 
   bool IsDead() const { return dead_ != nullptr && *dead_; }
   // The rank has discarded what it gave: weights that came ahead are nobody's.
   void Discarded();
+  // Its stream was opened while the directions of the committed step were being orthogonalized.
+  void OpenedInDirections(uint64_t step);
   // False if the service is dead, or it has not come within a minute: something hangs.
   bool AwaitCommit(uint64_t step);
+  // The same of that, or of OnDirections.
+  bool AwaitDirectionsOrCommit(uint64_t step);
+  bool AwaitsOrthogonal(uint64_t step) const;  // OnDirections was the last of those.
 
   // Nullopt if the service is dead, or it has not come within a minute.
   std::optional<StepNorm> AwaitNorm(StepAttempt at);
@@ -72,6 +78,7 @@ class RecordingListener final : public RankListener {
   absl::Status fault_ ABSL_GUARDED_BY(mutex_);
   uint64_t decided_step_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t directions_step_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t refusals_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t vote_refusals_ ABSL_GUARDED_BY(mutex_) = 0;
   bool may_guess_ ABSL_GUARDED_BY(mutex_) = false;

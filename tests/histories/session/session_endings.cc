@@ -1,9 +1,12 @@
 // How an attempt ends for its sessions: from the seals to the commit, or broken off.
 #include <algorithm>
+#include <cstring>
+#include <map>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/histories/session/session_player.h"
@@ -71,10 +74,34 @@ SessionPlayer::Ending SessionPlayer::PlayTail(int rank) {
     if (absl::IsFailedPrecondition(decision.status()) && !last) continue;
     if (!decision.ok()) return {.status = decision.status()};
     if (!last) return {.status = Wrong("a seal was taken before all was sent")};
-    return {
-        .status = side.session->ReceiveWeights(), .decision = *decision, .norm = side.ending.norm};
+    absl::Status status = decision->applied ? Orthogonalize(rank) : absl::OkStatus();
+    if (status.ok()) status = side.session->ReceiveWeights();
+    return {.status = status, .decision = *decision, .norm = side.ending.norm};
   }
   return {.status = Wrong("no seal")};
+}
+
+absl::Status SessionPlayer::Orthogonalize(int rank) {
+  if (history_.job.newton_schulz == Orthogonalizer::kService) return absl::OkStatus();
+  client::Session& session = *ranks_[rank].session;
+  std::map<int, std::vector<std::byte>> directions;
+  BALLAST_ASSIGN_OR_RETURN(const bool are_wanted,
+                           session.ReadDirections([&](int chunk, absl::Span<const std::byte> read) {
+                             directions[chunk].assign(read.begin(), read.end());
+                           }));
+  // Until this rank has given its part the round goes on.
+  if (!are_wanted || directions.empty()) return absl::OkStatus();
+  const auto made = stage_.MakeOrthogonal();
+  // Where it was aborted meanwhile, anything can be given.
+  if (!made.ok() && ReasonOf(made.status()) != reason::kOtherStep) return made.status();
+  const auto orthogonal = made.value_or(std::vector<std::vector<uint16_t>>());
+  return session.GiveOrthogonal([&](int chunk, absl::Span<std::byte> out) {
+    if (!made.ok()) return void(std::ranges::fill(out, std::byte{0}));
+    const auto& of_chunk = orthogonal[chunk + stage_.layout().first_of_rank(rank)];
+    Check(directions.contains(chunk) && out.size() == of_chunk.size() * sizeof(uint16_t),
+          "a rank gives what it has read");
+    std::memcpy(out.data(), of_chunk.data(), out.size());
+  });
 }
 
 void SessionPlayer::MakePayloads(const std::vector<Call>& calls) {
@@ -116,8 +143,10 @@ absl::Status SessionPlayer::PlaySeals() {
   }
   wires_.Release();
   bool aborted = false;
+  round_ = {};
   if (attempt_->end == End::kAbortAtDecision) {
     const absl::Status status = Abort();
+    round_.left = status.ok();  // If it has come in a second round.
     if (!status.ok()) {
       late.Update(ExpectCode(absl::StatusCode::kFailedPrecondition, status, "abort"));
     }
@@ -163,7 +192,7 @@ absl::Status SessionPlayer::CheckCommitted() {
     if (!side.ending.norm.has_value()) continue;
     BALLAST_RETURN_IF_ERROR(stage_.CheckNorm(*side.ending.norm, live()));
   }
-  const ModelOutcome expected = stage_.model().Commit(live());
+  const ModelOutcome expected = stage_.model().Commit(live(), round_);
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     const Rank& side = ranks_[rank];
     BALLAST_RETURN_IF_ERROR(Annotate(side.ending.status, absl::StrCat("rank ", rank)));

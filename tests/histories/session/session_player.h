@@ -104,6 +104,7 @@ class SessionPlayer {
   absl::Status PlaySeals();
   // Of a rank that discards, because another one has or for the norm that it has seen.
   absl::Status CatchUp(int rank);
+  absl::Status Orthogonalize(int rank);
   Ending PlayTail(int rank);
   // Seals, and votes: together, or after a look at the norm. For a spike, the first rank that looks
   // discards instead.
@@ -155,6 +156,7 @@ class SessionPlayer {
   bool broken_off_ = false;
   std::vector<std::thread> seals_;  // Of BeginSeals.
   int votes_otherwise_ = -1;        // The rank that does, at first.
+  Model::SecondRound round_;
   bool spike_ = false;              // The first rank that looks discards what it sees.
 };
 

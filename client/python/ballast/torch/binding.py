@@ -19,8 +19,8 @@ from ..session import HyperParameters
 from .flows import Flows
 from .member import Begin, Member
 from .options import Options
-from .own_service import Kept
 from .recovery import Recovery
+from .services.own_service import Kept
 from .steps import Steps
 
 # How long a rank keeps its own service for ranks that are behind.

@@ -30,12 +30,13 @@ from . import patches
 from .ddp import check_reduction, ddp_of, whole_on_several_ranks
 from .description import Described, check_group, check_memory, lines, weights_in_lines
 from .moments import Moments, digest, gather, upload
-from .nodes import CLUSTER, NODE, kind_of, lasting, started
 from .options import Options
-from .own_service import Kept, OwnService
+from .orthogonal import Orthogonalizer
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of
 from .returning import check_overlap_weights
+from .services.nodes import CLUSTER, NODE, kind_of, lasting, started
+from .services.own_service import Kept, OwnService
 
 # In one binding: each but the last ends because another rank is taken from an ended process.
 MOST_SESSIONS = 6
@@ -85,6 +86,7 @@ class Member:
         self.ended: Ended | None = None
         self.reopening = False  # An interrupt may come during that, too.
         self.saved_step: int | None = None
+        self._rounds = 0  # See _end_second_round.
         for group in param_groups:
             check_group(group)  # Its parameters may have changed since the optimizer was made.
         self.described = Described(param_groups, hyper_parameters(), trained)
@@ -92,6 +94,8 @@ class Member:
         check_memory(list(zip(self.names, self.parameters)))
         for parameter in self.parameters:
             patches.release(parameter)
+        self._values = hyper_parameters()
+        self.orthogonalizer: Orthogonalizer | None = None
         self.module = options.module
         # An accelerator, or a trainer, may have wrapped the module since the optimizer was made.
         if options.overlap and whole_on_several_ranks(self.parameters, options.process_group):
@@ -215,7 +219,9 @@ class Member:
         first = ([], {"master": [local(parameter) for parameter in self.parameters]})
         if begin.resume is None and moments is not None:
             first = gather(job, self.parameters, [moments[id(parameter)] for parameter in self.parameters])
+        self._make_orthogonalizer(job)
         self._join(begin, first)
+        self._end_second_round()
         self.meet("weights read")
 
     def open_again(self, where: str) -> None:
@@ -223,6 +229,8 @@ class Member:
         self.session = self._open_session(job_uid=self.job_uid)
         if self.peers is not None:
             self.peers.meet(f"joined after {where}")
+        if not self._end_second_round():
+            self.session.read_weights()
 
     def _ranks(self) -> list[int]:
         """The ranks of the job in its order, with torch's numbers in the world."""
@@ -248,7 +256,46 @@ class Member:
         return Job(options.job, self.described.groups, parameters,
                    world_size=1 if self.peers is None else self.peers.world_size, unused_policy="skip",
                    update_mode=options.update, max_micro_steps=1, mesh=mesh,
-                   keep_previous=options.keep_previous, on_abort=options.on_abort)
+                   keep_previous=options.keep_previous, on_abort=options.on_abort,
+                   newton_schulz=options.newton_schulz or self._who_orthogonalizes())
+
+    def _who_orthogonalizes(self) -> str:
+        """By default: where the matrices are."""
+        on_host = all(local(parameter).device.type == "cpu" for parameter in self._matrices().values())
+        return "service" if on_host else "workers"
+
+    def _matrices(self) -> dict[int, torch.Tensor]:
+        """Those that Muon trains, by index in the job."""
+        return {index: parameter for index, parameter in self.described.trained.items()
+                if self.described.groups[self.described.specs[index].group].hyper_parameters.rule == "muon"
+                and parameter.numel() > 0}
+
+    def _make_orthogonalizer(self, job: Job) -> None:
+        matrices = self._matrices()
+        if job.newton_schulz == "workers" and matrices:
+            self.orthogonalizer = Orthogonalizer(
+                list(matrices), [job.parameters[index].group for index in matrices], self.parameters, self.places,
+                self.peers, self._ranks(), self.rank, self.options.process_group)
+
+    def orthogonalize(self, values: list[HyperParameters]) -> None:
+        """All ranks, in an applied step: the second round, if they make it. values: by param group."""
+        self._values = values  # Should the round have to be made again.
+        if self.orthogonalizer is not None:
+            self.orthogonalizer.run(self.session, [values[source] for source in self.described.source])
+
+    def _end_second_round(self) -> bool:
+        """All ranks have joined: ends the round that was outstanding. False: there is none."""
+        if self.orthogonalizer is None:
+            return False
+        is_due = self.session.directions_step > 0
+        if self.peers is not None:  # An operator may have ended it when some had joined.
+            self._rounds += 1
+            is_due = bool(self.peers.highest(f"second round {self._rounds}", (int(is_due),))[0])
+        if is_due:
+            knows = self.session.directions_step > 0
+            self.orthogonalize(self._values)
+            self.session.receive_weights() if knows else self.session.read_weights()
+        return is_due
 
     def _home(self, job: Job, loaded: tuple[str, int] | None) -> tuple[str, Job, dict[str, str | None]]:
         """Where this rank reaches its home, the job with its members, and the credentials for all of them. A job on
@@ -338,8 +385,11 @@ class Member:
             upload(self.session, *first)
         elif not attach and not self.kept.begun:  # Another run has begun it since the request.
             raise FailedPreconditionError(begun_already(self.name, self.session.committed_step))
-        self.session.read_weights()
-        self.step_count, self.job_uid = self.session.committed_step, self.session.job_uid
+        # A step's second round is ended when all ranks have joined.
+        in_round = self.session.directions_step
+        if not in_round:
+            self.session.read_weights()
+        self.step_count, self.job_uid = in_round or self.session.committed_step, self.session.job_uid
         if begin.resume is not None and self.step_count != begin.resume[1]:
             raise FailedPreconditionError(f"the loaded state is of step {begin.resume[1]}, but job {self.name} is at step "
                                           f"{self.step_count}; another trainer has it")

@@ -67,7 +67,7 @@ class AdamW(Adam):
     The arguments are torch's, and `options`, which all optimizers here have. Their defaults: service=None,
     job="trainer", max_norm=None, update="wait", process_group=None, timeout=600.0, reconnect_timeout=60.0, full_state=None,
     overlap=False, overlap_weights=False, accumulation_steps=None, module=None, keep_previous=False, on_abort="redo",
-    on_write="error", and None for tls_ca, tls_cert, tls_key and token_file. Another one is a TypeError.
+    on_write="error", newton_schulz=None, and None for tls_ca, tls_cert, tls_key and token_file. Another one is a TypeError.
 
     params: as in torch, best with names: model.named_parameters(), or `ballast.torch.groups`. Without names they get
     those of module= or a DistributedDataParallel, else numbers. lr, betas, eps, weight_decay, amsgrad, maximize: as
@@ -209,15 +209,18 @@ class SignSGD(Remote):
 
 
 class Muon(Remote):
-    """torch.optim.Muon on a Ballast service, for matrices: 8 bytes a parameter there, and 2 for directions. Other
-    parameters go into groups of another rule of the same optimizer: {"params": ..., "rule": "adam"}. The options as in
-    AdamW.
+    """torch.optim.Muon on a Ballast service, for matrices: 8 bytes a parameter there, and 4 for directions and what
+    becomes of them. Other parameters go into groups of another rule of the same optimizer:
+    {"params": ..., "rule": "adam"}. The options as in AdamW.
 
-    The service makes the Newton-Schulz iteration, in fp32, on its processors. So the weights have the same bits for any
-    number of ranks. For an m x n matrix, m <= n, it takes about ns_steps * (4 * m + 2 * m * m / n) operations a
-    parameter. A step that takes longer than `timeout` is an error; the service ends it all the same. If the iteration's
-    result is not finite, the matrix keeps its weights in that step. The log says so. All of the job has to be on one
-    service."""
+    newton_schulz: who makes the Newton-Schulz iteration. For an m x n matrix, m <= n, it takes about
+    ns_steps * (4 * m + 2 * m * m / n) operations a parameter. "workers": the ranks, on the matrices' devices, in bf16 as
+    in torch; each matrix is made by one rank. All ranks are in that exchange, in step(). "service": the service, in
+    fp32, on its processors. So the weights have the same bits for any number of ranks. A step that takes longer than
+    `timeout` is an error; the service ends it all the same. None: "workers" if a matrix is on an accelerator.
+
+    If the iteration's result is not finite, the matrix keeps its weights in that step. The log says so. All of the job
+    has to be on one service."""
 
     _rule = "muon"
 

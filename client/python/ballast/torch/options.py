@@ -31,6 +31,7 @@ class Options:
     keep_previous: bool = False
     on_abort: str = "redo"
     on_write: str = "error"
+    newton_schulz: str | None = None
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -44,6 +45,8 @@ class Options:
             if getattr(self, name) not in choices:
                 expected = " or ".join(map(repr, choices))
                 raise ValueError(f"Invalid {name} value: {getattr(self, name)!r}; expected {expected}")
+        if self.newton_schulz not in (None, "service", "workers"):
+            raise ValueError(f"Invalid newton_schulz value: {self.newton_schulz!r}; expected 'service', 'workers' or None")
         if not self.reconnect_timeout > 0:
             raise ValueError(f"Invalid reconnect_timeout value: {self.reconnect_timeout}")
         if self.accumulation_steps is not None and self.accumulation_steps < 1:

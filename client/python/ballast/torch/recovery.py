@@ -78,7 +78,6 @@ class Recovery:
         member.open_again(where)
         if flows.stream is not None:
             flows.stream.move_to(member.session)
-        member.session.read_weights()
         member.meet(f"weights read after {where}")
         member.step_count = member.session.committed_step
         if member.saved_step is not None and member.saved_step > member.step_count:  # It will be another step.

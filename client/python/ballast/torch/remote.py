@@ -25,7 +25,7 @@ from .groups import (completed, drop_others, hyper_parameters_of, named, names_i
 from .member import Begin, NothingToResume
 from .moments import Moments, has_planes, moments_of
 from .options import Options, options_of
-from .own_service import Kept
+from .services.own_service import Kept
 from .reports import Logged
 from .returning import check_overlap_weights
 from .state import Handed, ParameterState

@@ -242,6 +242,10 @@ class Steps:
     def _end(self, decision: Decision) -> None:
         member, flows = self.member, self.flows
         comes_later = flows.returning is not None and decision.applied
+        if decision.applied and member.orthogonalizer is not None:
+            flows.clock.lap("wait")
+            member.orthogonalize(self._hyper_parameters())
+            flows.clock.lap("compute")
         if not comes_later:
             member.session.receive_weights()
         flows.clock.lap("wait")

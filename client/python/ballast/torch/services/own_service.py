@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .. import outliving
-from ..client import Client
-from ..errors import BallastError, UnavailableError
-from ..service import Exchange, Service
+from ... import outliving
+from ...client import Client
+from ...errors import BallastError, UnavailableError
+from ...service import Exchange, Service
 
 _lock = threading.Lock()
 _living: dict[str | None, Callable[[], OwnService | None]] = {}  # By host.

@@ -15,12 +15,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..client import Client
-from ..errors import FailedPreconditionError, UnavailableError
-from ..service import tls_files
-from ..session import Job
+from ...client import Client
+from ...errors import FailedPreconditionError, UnavailableError
+from ...service import tls_files
+from ...session import Job
+from ..peers import Peers
 from .own_service import Kept, own_service
-from .peers import Peers
 
 NODE = "node"  # As service=: the lasting service of each node.
 CLUSTER = "etcd://"  # As its beginning: services of a cluster.

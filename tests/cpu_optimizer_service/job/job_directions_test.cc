@@ -1,0 +1,260 @@
+// A job whose ranks orthogonalize the directions of Muon's matrices. Histories play its deaths.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/rule.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/cpu_optimizer_service/job/outcome.h"
+#include "tests/support/messages.h"
+
+namespace ballast {
+namespace {
+
+class JobDirectionsTest : public JobDriverTest {
+ protected:
+  // Two matrices of Muon, which chunks and ranks cut, and what AdamW trains.
+  static JobSpec Spec(bool keep_previous = false) {
+    JobSpec spec = MakeJobSpec({.group_sizes = {{30 * 20, 16 * 40}, {700}},
+                                .world_size = 2,
+                                .bucket_elements = 512,
+                                .chunk_elements = 256});
+    spec.groups[0].hyper_parameters = DefaultsOf(Rule::kMuon);
+    spec.layout.parameters[0].shape = {30, 20};
+    spec.layout.parameters[1].shape = {16, 40};
+    spec.newton_schulz = Orthogonalizer::kWorkers;
+    spec.keep_previous = keep_previous;
+    return spec;
+  }
+  static std::vector<float> Read(JobDriver& driver, int parameter, Plane plane) {
+    std::vector<float> values(driver.layout().place(parameter).elements);
+    driver.job()
+        .TakeSnapshot({parameter})
+        .value()
+        .Read(parameter, plane, 0, absl::MakeSpan(values));
+    return values;
+  }
+  // Up to the directions of the next step.
+  static uint64_t StepToDirections(JobDriver& driver, uint64_t seed) {
+    const uint64_t step = driver.next_step();
+    driver.BeginAll();
+    driver.SendAll(seed, 0, /*final=*/true);
+    driver.EndMicroStepAll(0);
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_FALSE(driver.stream(rank).Seal(step, 1).value().has_value());
+    }
+    for (int rank = 0; rank < 2; ++rank) driver.listener(rank).WaitForDirections(step);
+    return step;
+  }
+  static RankHolder HolderOf(JobDriver& driver, int rank) {
+    return {.rank = rank,
+            .process_id = "process" + std::to_string(rank),
+            .generation = driver.job().Position().generation};
+  }
+  static std::vector<int> ChunksOf(JobDriver& driver, int rank) {
+    const absl::Span<const int> all = driver.layout().chunks_of_rank(rank);
+    std::vector<int> chunks(all.begin(), all.end());
+    std::erase_if(chunks, [&](int chunk) { return driver.layout().chunks()[chunk].group != 0; });
+    return chunks;
+  }
+  static std::vector<std::byte> Directions(JobDriver& driver, uint64_t step, int chunk) {
+    std::vector<std::byte> bytes(driver.layout().chunks()[chunk].elements * 2);
+    EXPECT_TRUE(driver.job().ReadDirections(step, chunk, absl::MakeSpan(bytes)).ok());
+    return bytes;
+  }
+  static absl::Status Give(JobDriver& driver, uint64_t step, int rank, int chunk,
+                           const std::vector<std::byte>& bytes) {
+    const absl::Span<const std::byte> piece(bytes);
+    return driver.job().GiveOrthogonal(HolderOf(driver, rank), step, chunk, {&piece, 1});
+  }
+  // As if they were orthogonal already.
+  static void GiveAll(JobDriver& driver, uint64_t step, int rank) {
+    for (const int chunk : ChunksOf(driver, rank)) {
+      ASSERT_TRUE(Give(driver, step, rank, chunk, Directions(driver, step, chunk)).ok());
+    }
+  }
+  static void WholeStep(JobDriver& driver, uint64_t seed) {
+    const uint64_t step = StepToDirections(driver, seed);
+    for (int rank = 0; rank < 2; ++rank) GiveAll(driver, step, rank);
+    for (int rank = 0; rank < 2; ++rank) driver.listener(rank).WaitForCommit(step);
+  }
+  static StepRecord LastRecord(JobDriver& driver) {
+    return driver.job().Status().recent_steps.back();
+  }
+};
+
+TEST_F(JobDirectionsTest, TheRoundWaitsForEachRankAndNamesIt) {
+  JobDriver driver = Make(Spec());
+  const uint64_t step = StepToDirections(driver, 3);
+  driver.job().TellWaiting();
+  EXPECT_TRUE(driver.listener(0).waiting().empty());  // Nobody waits yet.
+  EXPECT_FALSE(driver.job().SecondsSinceFirstSeal().has_value());
+  Outcome<Snapshot> read;
+  driver.job().TakeSnapshot({0}, read.done());
+  GiveAll(driver, step, 0);
+  driver.job().TellWaiting();
+  EXPECT_EQ(driver.listener(0).waiting(), std::vector<int>{1});
+  EXPECT_TRUE(driver.job().SecondsSinceFirstSeal().has_value());
+  const JobStatus status = driver.job().Status();
+  EXPECT_EQ(status.phase, JobPhase::kDirections);
+  EXPECT_EQ(status.committed_step, step);
+  EXPECT_EQ(LastRecord(driver).outcome.step, step);
+  EXPECT_FALSE(status.ranks[0].orthogonalizes);
+  EXPECT_TRUE(status.ranks[1].orthogonalizes);
+  EXPECT_FALSE(read.ready());
+  GiveAll(driver, step, 1);
+  driver.listener(0).WaitForCommit(step);
+  EXPECT_TRUE(read.Get().ok());
+  EXPECT_EQ(LastRecord(driver).outcome.left, "");
+  EXPECT_EQ(driver.job().Status().applied_steps, 1u);
+  // A repetition after the end.
+  const std::vector<std::byte> any(driver.layout().chunks()[ChunksOf(driver, 1)[0]].elements * 2);
+  EXPECT_TRUE(Give(driver, step, 1, ChunksOf(driver, 1)[0], any).ok());
+}
+
+TEST_F(JobDirectionsTest, WhatCannotBeTakenIsRefused) {
+  JobDriver driver = Make(Spec());
+  const uint64_t step = StepToDirections(driver, 3);
+  const int own = ChunksOf(driver, 0)[0];
+  const int foreign = ChunksOf(driver, 1)[0];
+  const int of_adamw = static_cast<int>(driver.layout().chunks().size()) - 1;
+  std::vector<std::byte> bytes = Directions(driver, step, own);
+  EXPECT_TRUE(Refused(Give(driver, step, 0, foreign, bytes), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Refused(Give(driver, step, 0, of_adamw, bytes), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Refused(Give(driver, step, 0, -1, bytes), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Refused(Give(driver, step + 1, 0, own, bytes), absl::StatusCode::kFailedPrecondition,
+                      reason::kOtherStep));
+  EXPECT_TRUE(Refused(driver.job().ReadDirections(step, of_adamw, absl::MakeSpan(bytes)),
+                      absl::StatusCode::kFailedPrecondition, reason::kOtherStep));
+  const absl::Span<const std::byte> piece(bytes);
+  RankHolder older = HolderOf(driver, 0);
+  older.generation.count = 0;
+  EXPECT_TRUE(Refused(driver.job().GiveOrthogonal(older, step, own, {&piece, 1}),
+                      absl::StatusCode::kAborted, reason::kOlderGeneration));
+  bytes.pop_back();
+  EXPECT_TRUE(Refused(Give(driver, step, 0, own, bytes), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Refused(driver.stream(0).BeginStep({step + 1, 0}, {}),
+                      absl::StatusCode::kFailedPrecondition, reason::kOtherStep));
+  // A client that does not know directions.
+  EXPECT_TRUE(Refused(driver.job().OpenStream({.uid = driver.job().uid(),
+                                               .rank = 0,
+                                               .process_id = "process0",
+                                               .generation = driver.job().Position().generation},
+                                              std::make_shared<RecordingListener>()),
+                      absl::StatusCode::kFailedPrecondition));
+  for (int rank = 0; rank < 2; ++rank) GiveAll(driver, step, rank);
+  driver.listener(0).WaitForCommit(step);
+  EXPECT_EQ(LastRecord(driver).outcome.left, "");
+}
+
+TEST_F(JobDirectionsTest, AMatrixWhoseOIsNotFiniteIsLeft) {
+  JobDriver driver = Make(Spec());
+  const std::vector<float> first = Read(driver, 0, Plane::kMaster);
+  const std::vector<float> second = Read(driver, 1, Plane::kMaster);
+  const uint64_t step = StepToDirections(driver, 3);
+  for (int rank = 0; rank < 2; ++rank) {
+    for (const int chunk : ChunksOf(driver, rank)) {
+      std::vector<std::byte> bytes = Directions(driver, step, chunk);
+      driver.layout().VisitParts(chunk, [&](const ChunkPart& part) {
+        const uint16_t infinity = 0x7f80;
+        if (part.parameter == 1) std::memcpy(bytes.data() + 2 * part.chunk_offset, &infinity, 2);
+        return true;
+      });
+      ASSERT_TRUE(Give(driver, step, rank, chunk, bytes).ok());
+    }
+  }
+  driver.listener(0).WaitForCommit(step);
+  EXPECT_TRUE(Says(LastRecord(driver).outcome.left));
+  EXPECT_EQ(driver.listener(0).left(), LastRecord(driver).outcome.left);
+  EXPECT_NE(Read(driver, 0, Plane::kMaster), first);
+  EXPECT_EQ(Read(driver, 1, Plane::kMaster), second);
+}
+
+TEST_F(JobDirectionsTest, AnAbortLeavesAllMatricesAndKeepsTheRest) {
+  JobDriver driver = Make(Spec());
+  const std::vector<float> weights = Read(driver, 0, Plane::kMaster);
+  const std::vector<float> others = Read(driver, 2, Plane::kMaster);
+  const uint64_t step = StepToDirections(driver, 3);
+  GiveAll(driver, step, 0);
+  EXPECT_EQ(driver.job().AbortStep().value(), step);
+  driver.listener(0).WaitForCommit(step);
+  EXPECT_TRUE(Says(driver.listener(0).left()));
+  EXPECT_EQ(Read(driver, 0, Plane::kMaster), weights);
+  EXPECT_NE(Read(driver, 0, Plane::kMomentumBuffer), std::vector<float>(weights.size(), 0));
+  EXPECT_NE(Read(driver, 2, Plane::kMaster), others);
+  WholeStep(driver, 4);
+  EXPECT_NE(Read(driver, 0, Plane::kMaster), weights);
+}
+
+TEST_F(JobDirectionsTest, AStepCanBeUndoneInItsSecondRound) {
+  JobDriver driver = Make(Spec(/*keep_previous=*/true));
+  WholeStep(driver, 3);
+  const std::string before = driver.job().StateHash();
+  const uint64_t step = StepToDirections(driver, 4);
+  GiveAll(driver, step, 1);
+  EXPECT_EQ(driver.job().UndoStep().value(), step);
+  EXPECT_EQ(driver.job().StateHash(), before);
+  EXPECT_EQ(LastRecord(driver).outcome.step, step - 1);
+  driver.AttachAll();
+  WholeStep(driver, 5);
+  EXPECT_NE(driver.job().StateHash(), before);
+  EXPECT_EQ(driver.job().Status().applied_steps, 2u);
+}
+
+TEST_F(JobDirectionsTest, ASaveWithoutRanksLeavesTheMatricesAndALoadNeedsNone) {
+  JobDriver driver = Make(Spec());
+  WholeStep(driver, 3);
+  const std::string folder = testing::TempDir() + "/a save without ranks";
+  std::filesystem::remove_all(folder);
+  const uint64_t step = StepToDirections(driver, 4);
+  driver.DetachAll();
+  const CheckpointInfo saved = driver.job().Save(folder).value();
+  EXPECT_EQ(saved.step, step);
+  EXPECT_TRUE(Says(LastRecord(driver).outcome.left));
+  const std::string hash = driver.job().StateHash();
+  driver.AttachAll();
+  StepToDirections(driver, 5);
+  EXPECT_EQ(driver.job().Load(folder).value().step, step);
+  EXPECT_EQ(driver.job().StateHash(), hash);
+  driver.AttachAll();
+  WholeStep(driver, 5);
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(JobDirectionsTest, ANewProcessBeginsTheRoundAgain) {
+  JobDriver driver = Make(Spec());
+  JobDriver undisturbed = Make([] {
+    JobSpec spec = Spec();
+    spec.name = "undisturbed";
+    return spec;
+  }());
+  const uint64_t step = StepToDirections(driver, 3);
+  WholeStep(undisturbed, 3);
+  GiveAll(driver, step, 0);
+  const Generation before = driver.job().Position().generation;
+  driver.Attach(1);  // Another session: the generation rises.
+  EXPECT_EQ(driver.job().Position().generation, before.Next());
+  driver.Attach(0);
+  EXPECT_TRUE(driver.stream(0).position().awaits_orthogonal);
+  EXPECT_TRUE(driver.job().Status().ranks[0].orthogonalizes);
+  for (int rank = 0; rank < 2; ++rank) GiveAll(driver, step, rank);
+  driver.listener(1).WaitForCommit(step);
+  // All weights of the step, of other rules, too.
+  EXPECT_EQ(driver.listener(1).shards().size(), driver.layout().chunks_of_rank(1).size());
+  EXPECT_EQ(driver.job().StateHash(), undisturbed.job().StateHash());
+}
+
+TEST_F(JobDirectionsTest, AJobIsClosedInASecondRound) {
+  JobDriver driver = Make(Spec());
+  StepToDirections(driver, 3);
+  const std::string name = driver.job().spec().name;
+  EXPECT_TRUE(engine_.CloseJob(name).ok());
+  EXPECT_FALSE(engine_.FindJob(name).ok());
+}
+
+}  // namespace
+}  // namespace ballast
