@@ -48,14 +48,16 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
     BALLAST_ASSIGN_OR_RETURN(const auto response,
                              service.Call<v1::AbortStepResponse>("JobService/AbortStep", request));
     if (json) return proto::ToJson(response);
-    // Of a job that skips what cannot be kept, the step is over.
+    const std::string step = absl::StrCat("step ", response.aborted_step(), " of job ", job);
     const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
-    // A step that some rank had not begun is aborted all the same. Then it is not committed.
-    const bool skipped = now.ok() && now->on_abort() == v1::SKIP_STEP &&
-                         now->committed_step() >= response.aborted_step();
-    return absl::StrCat("step ", response.aborted_step(), " of job ", job,
-                        skipped ? " skipped on all ranks, which go on\n" : " aborted; ",
-                        skipped ? "" : kRanksMustReturn);
+    // Of a job that skips what cannot be kept the step is committed, if all ranks had begun it.
+    for (const v1::StepRecord& record : now.value_or(v1::Job()).recent_steps()) {
+      if (record.step() != response.aborted_step()) continue;
+      return absl::StrCat(step, record.applied()
+                                    ? " is applied; the service orthogonalizes its directions\n"
+                                    : " skipped on all ranks, which go on\n");
+    }
+    return absl::StrCat(step, " aborted; ", kRanksMustReturn);
   };
 }
 

@@ -128,7 +128,7 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time& deadli
   }
   KnowInherited(attached_.job());
   // As a session that has the step's decision.
-  if (in_second_round_.exchange(attached_.job().phase() == v1::DIRECTIONS)) progress_.End();
+  if (in_second_round_.exchange(IsInSecondRound(attached_))) progress_.End();
   if (in_second_round_) {
     progress_.Begin(attached_.committed_step());
     BALLAST_RETURN_IF_ERROR(DecideAgain(progress_.standing(), attached_.job()));

@@ -98,6 +98,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                absl::Duration limit) override;
   absl::Status OnOpened(const v1::Opened& opened, absl::Duration limit) override;
+  // The job is in one in which this session takes part.
+  bool IsInSecondRound(const v1::AttachWorkerResponse& attached) const;
   void OnEnded(const absl::Status& status) override;
   absl::Status OnSealRefused(const v1::SealRefused& refused);
   absl::Status OnNorm(const v1::StepNorm& message);

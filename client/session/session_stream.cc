@@ -38,6 +38,7 @@ absl::Status ToStatus(const Refused& refused) {
 }  // namespace
 
 absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPieces payload) {
+  if (!options_.takes_steps) return absl::OkStatus();  // The end of a step that others took.
   switch (message.kind_case()) {
     case v1::TrainResponse::kSealRefused:
       return OnSealRefused(message.seal_refused());
@@ -232,7 +233,7 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
   DropProvisionalWeights();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
-  in_second_round_ = attached.job().phase() == v1::DIRECTIONS;
+  in_second_round_ = IsInSecondRound(attached);
   // Between steps, and nothing happened meanwhile. Before there are weights the step is that of the
   // state which ranks are about to give.
   if (standing.step == 0 && (service == committed_step_ || attached.awaiting_weights())) {
@@ -257,8 +258,12 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
       "; open the session again"));
 }
 
+bool SessionImpl::IsInSecondRound(const v1::AttachWorkerResponse& attached) const {
+  return options_.takes_steps && attached.job().phase() == v1::DIRECTIONS;
+}
+
 absl::Status SessionImpl::OnOpened(const v1::Opened& opened, absl::Duration limit) {
-  if (!in_second_round_) return absl::OkStatus();
+  if (!in_second_round_ || progress_.step() != opened.committed_step()) return absl::OkStatus();
   if (!opened.awaits_orthogonal()) {
     return absl::UnavailableError("the second round ended while the stream was being opened");
   }

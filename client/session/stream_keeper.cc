@@ -86,6 +86,8 @@ void StreamKeeper::OnMessage(const v1::TrainResponse& message, PayloadPieces pay
       changed_.NotifyAll();
       return;
     }
+    // A stream that is to be dropped: it may bring the end of a step whose decision is not known here.
+    if (opened_.has_value() && opened_->committed_step() != attached_step_) return;
     // The acknowledgement of the open message shows only that a stream can be opened.
     if (message.has_acknowledged() && message.acknowledged().messages() > 1) {
       outage_is_over_ = true;
@@ -116,6 +118,7 @@ void StreamKeeper::OnClosed(const absl::Status& status) {
 // ---------------------------------------------------------------- opening, and again
 
 absl::Status StreamKeeper::Open(absl::Duration limit) {
+  AttachedAt(settings_.committed_step);
   BALLAST_ASSIGN_OR_RETURN(const v1::Opened opened, OpenStream(limit));
   // The owner has read the trainer's state and the last record at the step of the settings.
   // Attaching again gets those of the newer one.
@@ -136,6 +139,11 @@ absl::Status StreamKeeper::Open(absl::Duration limit) {
   log_.Resume(*stream_, opened);
   thread_ = std::thread([this] { Run(); });
   return absl::OkStatus();
+}
+
+void StreamKeeper::AttachedAt(uint64_t committed_step) {
+  MutexLock lock(mutex_);
+  attached_step_ = committed_step;
 }
 
 absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
@@ -230,6 +238,7 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   DoWithoutSharedMemory(attached.job());
   // Before the log sends again: if the step was decided meanwhile, the user empties the log.
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
+  AttachedAt(attached.committed_step());
   const absl::StatusOr<v1::Opened> opened = OpenStream(left());
   if (absl::IsAborted(opened.status()) && ReasonOf(opened.status()) != reason::kRankReplaced) {
     // The service has only now noticed the end of the old stream and detached the rank. Attaching

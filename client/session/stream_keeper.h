@@ -80,6 +80,7 @@ class StreamKeeper final : private TrainListener {
   absl::Status TryToReopen(absl::Duration limit);
   void DoWithoutSharedMemory(const v1::Job& job);
   absl::StatusOr<v1::AttachWorkerResponse> AttachAgain(absl::Duration limit);
+  void AttachedAt(uint64_t committed_step);
   absl::StatusOr<v1::Opened> OpenStream(absl::Duration limit);
   void DropStream();
   // False if the keeper was stopped during the sleep.
@@ -108,6 +109,7 @@ class StreamKeeper final : private TrainListener {
       absl::CancelledError("the session was closed");  // Unless it ended.
   bool outage_is_over_ ABSL_GUARDED_BY(mutex_) = true;
   std::optional<v1::Opened> opened_ ABSL_GUARDED_BY(mutex_);    // The stream's.
+  uint64_t attached_step_ ABSL_GUARDED_BY(mutex_) = 0;          // Before the stream was opened.
   std::optional<absl::Status> closed_ ABSL_GUARDED_BY(mutex_);  // The stream's end.
 
   std::thread thread_;

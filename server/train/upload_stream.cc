@@ -98,6 +98,10 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
              .generation = proto::FromProto(request.generation())};
   step_ = request.orthogonal_step();
   is_orthogonal_ = step_ > 0;
+  if (is_orthogonal_ && (request.has_state_write() || request.has_first_state())) {
+    return absl::InvalidArgumentError(
+        "orthogonal_step comes with state_write or first_state; send each in a call of its own");
+  }
   if (request.has_state_write()) {
     BALLAST_RETURN_IF_ERROR(BeginStateWrite(request.state_write(), holder_, *job));
   } else if (!is_orthogonal_) {

@@ -182,7 +182,7 @@ std::string Model::Culprit(const std::vector<std::vector<float>>& gradients) con
 
 void Model::Update(const ParameterPlan& parameter, ParameterState& state,
                    const std::vector<float>& gradient, const HyperParameters& values,
-                   float multiplier, const SecondRound& round) const {
+                   float multiplier, int variant) const {
   RuleRun run = {.elements = static_cast<int64_t>(gradient.size()),
                  .gradient = gradient.data(),
                  .values = &values,
@@ -199,10 +199,10 @@ void Model::Update(const ParameterPlan& parameter, ParameterState& state,
     run.shard_dtype = DType::kBFloat16;
   }
   UpdateReference(run);
-  if (!HasTwoRounds(values.rule) || gradient.empty() || round.left) return;
+  if (!HasTwoRounds(values.rule) || gradient.empty()) return;
   const std::vector<int64_t> shape = ShapeOf(job_, parameter);
   OrthogonalizeReference(absl::MakeSpan(direction), shape[0], shape[1], values);
-  VaryOrthogonal(round.variant, direction);
+  VaryOrthogonal(variant, direction);
   if (std::ranges::any_of(direction, [](uint16_t bits) { return (bits & 0x7f80) == 0x7f80; })) {
     return;  // Its weights are left as they are.
   }
@@ -230,7 +230,7 @@ std::string Model::Overflowed(const std::vector<ParameterState>& parameters) con
   return "";
 }
 
-ModelOutcome Model::Commit(const Attempt& attempt, const SecondRound& round) {
+ModelOutcome Model::Commit(const Attempt& attempt, int variant) {
   const std::vector<std::vector<float>> gradients = SumGradients(attempt);
   const StepVote& vote = attempt.vote;
   ModelOutcome outcome = {
@@ -256,7 +256,7 @@ ModelOutcome Model::Commit(const Attempt& attempt, const SecondRound& round) {
     if (unused && job_.unused_policy == UnusedPolicy::kSkip) continue;
     ++updated[p].updates;
     Update(parameter, updated[p], gradients[p], outcome.hyper_parameters[parameter.group],
-           outcome.decision.multipliers[parameter.group], round);
+           outcome.decision.multipliers[parameter.group], variant);
   }
   // A step that would leave state that is not finite is a skip, although its gradients are.
   if (const std::string overflowed = Overflowed(updated); !overflowed.empty()) {

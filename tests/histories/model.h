@@ -69,14 +69,8 @@ class Model {
   // Why this rank's seal can not be taken: one of its first `micro_steps` backwards reached
   // nothing.
   std::optional<ModelRefusal> Refusal(const Attempt& attempt, int rank, uint32_t micro_steps) const;
-  // What became of the second round, if ranks give O.
-  struct SecondRound {
-    int variant = 0;    // VaryOrthogonal
-    bool left = false;  // No weights of matrices change.
-  };
-  // All ranks have sealed a whole step.
-  ModelOutcome Commit(const Attempt& attempt, const SecondRound& round);
-  ModelOutcome Commit(const Attempt& attempt) { return Commit(attempt, {}); }
+  // All ranks have sealed a whole step. variant: of O (VaryOrthogonal).
+  ModelOutcome Commit(const Attempt& attempt, int variant = 0);
   // What the ranks are told before they vote.
   double Norm(const Attempt& attempt) const;
   std::vector<double> GroupNorms(const Attempt& attempt) const;
@@ -110,7 +104,7 @@ class Model {
   std::string Overflowed(const std::vector<ParameterState>& parameters) const;
   void Update(const ParameterPlan& parameter, ParameterState& state,
               const std::vector<float>& gradient, const HyperParameters& values, float multiplier,
-              const SecondRound& round) const;
+              int variant) const;
 
   const JobPlan job_;
   ModelState state_;

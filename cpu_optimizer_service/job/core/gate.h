@@ -13,7 +13,8 @@
 //        +---- cleared ---------------------------------------------- clearing
 //                                      idle <--loaded-- loading <-------+----> closed
 //
-// A new generation also clears what ranks have given in directions, and then goes back there.
+// A new generation also clears what ranks have given in directions, and then goes back there. Only in
+// directions is the step committed, and its end still to come.
 //
 // Beside the phase, the gate counts work outside the job's lock. Readers of committed state hold
 // back a decision, an undo, a write and a load. A decision or a clearing waits for ranks that add

@@ -24,7 +24,9 @@ absl::Status JobImpl::CheckMayDerive() const {
                       reason::kNoWeightsYet);
   }
   // Of a step that all ranks have taken back, or left, nothing is wanted.
-  bool is_between = machine_.between_steps() && !core_.record.directions.has_value();
+  const bool has_round = core_.record.directions.has_value();
+  // Without ranks it is ended first (Lend).
+  bool is_between = machine_.between_steps() && (!has_round || UseNow().streams == 0);
   if (const StepAgreement* open = machine_.agreement();
       machine_.stage() == StepMachine::Stage::kOpen) {
     is_between = true;
@@ -36,13 +38,13 @@ absl::Status JobImpl::CheckMayDerive() const {
   return WithReason(
       absl::FailedPreconditionError(absl::StrCat(
           "one rank of job ", spec().name, " changes its parameters, but another one has begun ",
-          "step ", core_.record.committed_step + 1, " or writes state before it; ",
-          "all ranks must change them before the same step")),
+          "step ", core_.record.committed_step + (has_round ? 0 : 1),
+          " or writes state before it; ", "all ranks must change them before the same step")),
       reason::kOtherSettings);
 }
 
 absl::StatusOr<JobImpl::Lent> JobImpl::Lend() {
-  LeaveMatricesIfAbandoned("the job goes on with other parameters");
+  OrthogonalizeIfAbandoned();
   return Await<Lent>([&](Done<Lent> done) {
     core_.Enter(Admission::kRead, -1,
                 [this, done = std::move(done)](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(

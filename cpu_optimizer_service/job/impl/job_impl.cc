@@ -229,7 +229,7 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
           absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) mutable {
         if (admitted.ok() && core_.gate.phase() == Phase::kDirections) {
           const uint64_t step = core_.record.committed_step;
-          LeaveMatrices("the step was aborted");
+          StopAwaitingOrthogonal("an operator aborts its wait for ranks");
           return core_.Reply<uint64_t>(std::move(done), step);
         }
         // Ranks of another member may have begun it.

@@ -555,10 +555,10 @@ class JobImpl : public Job {
   // While it is outstanding.
   struct SecondRoundNow {
     std::shared_ptr<const StepUpdate> update;
-    std::vector<uint64_t> streams;        // By rank: which got the first round's weights.
-    std::vector<bool> told;               // By rank: it knows of the round, in this generation.
-    bool is_told = false;                 // All ranks with a stream.
-    std::optional<std::string> why_left;  // Nothing is awaited any more.
+    std::vector<uint64_t> streams;  // By rank: which got the first round's weights.
+    std::vector<bool> told;         // By rank: it knows of the round, in this generation.
+    bool is_told = false;           // All ranks with a stream.
+    bool is_by_service = false;     // Ranks are awaited no more.
     std::optional<StepClock::Time> first_given;  // A rank has given all, since then.
   };
   // The job's record says that it is outstanding.
@@ -567,10 +567,13 @@ class JobImpl : public Job {
   void DecideSecondRound(const SecondRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Once all is given, and the ranks have been told of the round: its end is to come after that.
   void GoOnIfGiven() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Ranks do not give it: the weights of all matrices stay as they are. Precondition: it is awaited.
-  void LeaveMatrices(std::string why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // By the service, beside this thread.
+  void Orthogonalize() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The service does it instead of the ranks, once none of them is writing. Precondition: it is
+  // awaited.
+  void StopAwaitingOrthogonal(const std::string& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // If it is awaited, and no rank has a stream.
-  void LeaveMatricesIfAbandoned(const std::string& why);
+  void OrthogonalizeIfAbandoned();
   std::optional<double> SecondsSinceFirstGiven() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The generation rises, or the state becomes another one.
   void ForgetOrthogonal() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -164,7 +164,12 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       AwaitDecision();
     }
     // Large matrices take long, and other jobs are not to wait for them.
-    if (core_.record.directions.has_value()) BeginSecondRound();
+    if (core_.record.directions.has_value()) {
+      BeginSecondRound();
+      // They may have exchanged directions already.
+      if (core_.gate.phase() == Phase::kDirections)
+        second_round_->told.assign(members_.table.size(), true);
+    }
   }
   // Without the lock, on a thread that may wait for the disk. The gate says meanwhile that the job
   // is loading.

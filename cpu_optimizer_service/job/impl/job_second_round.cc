@@ -24,21 +24,11 @@ void JobImpl::BeginSecondRound() {
       .update = std::make_shared<const StepUpdate>(SecondUpdateOf(*core_.record.directions)),
       .streams = {},
       .told = std::vector<bool>(ranks, false),
-      .why_left = std::nullopt,
       .first_given = std::nullopt};
   for (int rank = 0; rank < ranks; ++rank) {
     second_round_->streams.push_back(members_.table[rank].stream);
   }
-  if (spec().newton_schulz == Orthogonalizer::kService) {
-    core_.RunAfter(
-        [this, self = Self(), update = second_round_->update, bounds = core_.bounds]() mutable {
-          executor_.Orthogonalize(update, std::move(bounds), [this, self](SecondRound round) {
-            const JobCore::Section section(core_);
-            DecideSecondRound(round);
-          });
-        });
-    return;
-  }
+  if (spec().newton_schulz == Orthogonalizer::kService) return Orthogonalize();
   core_.gate.AwaitDirections();
   orthogonal_.Begin(MatricesOf(core_.layout, *second_round_->update));
   Listeners listeners = members_.table.ByRank();
@@ -53,6 +43,16 @@ void JobImpl::BeginSecondRound() {
           return;  // Undone, loaded.
         second_round_->is_told = true;
         GoOnIfGiven();
+      });
+}
+
+void JobImpl::Orthogonalize() {
+  core_.RunAfter(
+      [this, self = Self(), update = second_round_->update, bounds = core_.bounds]() mutable {
+        executor_.Orthogonalize(update, std::move(bounds), [this, self](SecondRound round) {
+          const JobCore::Section section(core_);
+          DecideSecondRound(round);
+        });
       });
 }
 
@@ -111,8 +111,10 @@ absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, in
     BALLAST_RETURN_IF_ERROR(members_.CheckGeneration(holder.generation));
     BALLAST_RETURN_IF_ERROR(members_.CheckHolder(holder.rank, holder.process_id));
     // In another phase it is there already.
-    const auto wants = core_.gate.phase() == Phase::kDirections ? orthogonal_.BeginWriting(chunk)
-                                                                : OrthogonalParts::Wants::kRepeat;
+    const bool is_awaited =
+        core_.gate.phase() == Phase::kDirections && !second_round_->is_by_service;
+    const auto wants =
+        is_awaited ? orthogonal_.BeginWriting(chunk) : OrthogonalParts::Wants::kRepeat;
     if (wants == OrthogonalParts::Wants::kBusy) {
       return absl::UnavailableError(
           absl::StrCat("another call is giving chunk ", chunk, " of job ", spec().name));
@@ -133,24 +135,20 @@ absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, in
                       step == core_.record.committed_step &&
                       holder.generation == core_.record.generation;
   orthogonal_.EndWriting(chunk, counts, largest);
-  if (!counts) return members_.CheckGeneration(holder.generation);
-  if (!second_round_->first_given.has_value() && !orthogonal_.Awaits(holder.rank)) {
+  if (counts && !second_round_->first_given.has_value() && !orthogonal_.Awaits(holder.rank)) {
     second_round_->first_given = std::chrono::steady_clock::now();
   }
   GoOnIfGiven();
-  return absl::OkStatus();
+  return counts ? absl::OkStatus() : members_.CheckGeneration(holder.generation);
 }
 
 void JobImpl::GoOnIfGiven() {
+  if (core_.gate.phase() != Phase::kDirections || !second_round_->is_told) return;
   const SecondRoundNow& now = *second_round_;
-  if (core_.gate.phase() != Phase::kDirections || !now.is_told) return;
-  if (now.why_left.has_value()) {
+  if (now.is_by_service) {
+    if (orthogonal_.are_being_written()) return;
     core_.gate.EndDirections();
-    SecondRound round = {
-        .decision = {.left = MatricesOf(core_.layout, *now.update), .why = *now.why_left},
-        .bounds = core_.bounds};
-    round.bounds.resize(core_.layout.group_count());
-    return DecideSecondRound(round);
+    return Orthogonalize();
   }
   if (!orthogonal_.all_given()) return;
   core_.gate.EndDirections();
@@ -163,15 +161,17 @@ void JobImpl::GoOnIfGiven() {
   });
 }
 
-void JobImpl::LeaveMatrices(std::string why) {
-  second_round_->why_left = std::move(why);
+void JobImpl::StopAwaitingOrthogonal(const std::string& why) {
+  second_round_->is_by_service = true;
+  core_.Tell(absl::StrCat("step ", core_.record.committed_step, ": ", why,
+                          ", so the service orthogonalizes its directions"));
   GoOnIfGiven();
 }
 
-void JobImpl::LeaveMatricesIfAbandoned(const std::string& why) {
+void JobImpl::OrthogonalizeIfAbandoned() {
   const JobCore::Section section(core_);
   if (core_.gate.phase() != Phase::kDirections || UseNow().streams > 0) return;
-  LeaveMatrices(absl::StrCat("no rank was there to orthogonalize their directions when ", why));
+  if (!second_round_->is_by_service) StopAwaitingOrthogonal("no rank is there");
 }
 
 void JobImpl::ForgetOrthogonal() {
@@ -245,6 +245,7 @@ absl::Status JobImpl::TakeOverSecondRound(std::string& story) {
     return absl::DataLossError("its second round is not of its last step");
   }
   BALLAST_RETURN_IF_ERROR(CheckUpdateLanes(step));
+  journal_.kept()->sum_lanes().FreeLeft();
   core_.gate.ResumeUpdating();
   if (!core_.record.directions->second.has_value()) {
     journal_.kept()->update_lanes().FreeLeft();

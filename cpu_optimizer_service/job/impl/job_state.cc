@@ -43,15 +43,15 @@ absl::Status JobImpl::ReadShard(Generation generation, uint64_t step, int index,
         core_.gate.phase() == Phase::kUpdating && !core_.record.directions.has_value();
     Answer answer = core_.gate.Ask(Admission::kReadNow);
     if (updating && step == core_.record.committed_step) answer = Answer::kChanging;
-    const bool is_in_second_round =
-        core_.gate.phase() == Phase::kUpdating && core_.record.directions.has_value();
-    if (is_in_second_round && memory_.store->is_half(index)) answer = Answer::kChanging;
+    if (core_.record.directions.has_value() && memory_.store->is_half(index)) {
+      answer = Answer::kChanging;
+    }
     if (answer != Answer::kGranted) return core_.StatusOf(answer);
     if (step != core_.record.committed_step + (updating ? 1 : 0) ||
         memory_.store->step(index) != step || memory_.store->is_half(index)) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "chunk ", index, " of job ", spec().name, " is at step ", memory_.store->step(index),
-          memory_.store->is_half(index) ? ", half" : "", ", not ", step));
+      return absl::FailedPreconditionError(absl::StrCat("chunk ", index, " of job ", spec().name,
+                                                        " is at step ", memory_.store->step(index),
+                                                        ", not ", step));
     }
     // From here on the lock is not needed: a decision, an undo and a load wait for this reader, so
     // the chunk stays as it is.

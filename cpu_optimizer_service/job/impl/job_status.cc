@@ -66,6 +66,9 @@ JobStatus JobImpl::Status() const {
                              core_.record.history.recent_steps.end());
   if (core_.record.directions.has_value()) {
     status.recent_steps.push_back(core_.record.directions->record);
+    if (status.recent_steps.size() > kRecentSteps) {
+      status.recent_steps.erase(status.recent_steps.begin());
+    }
   }
   status.latest = core_.history.Latest();
   status.trainer_state = core_.record.trainer_state;

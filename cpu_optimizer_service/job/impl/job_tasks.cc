@@ -9,7 +9,7 @@
 namespace ballast {
 
 Pending JobImpl::Save(SaveRequest request, Done<CheckpointInfo> done) {
-  LeaveMatricesIfAbandoned("a save was to be made");
+  OrthogonalizeIfAbandoned();
   if (core_.identity.is_lead()) return saver_.Save(std::move(request), std::move(done));
   JobCore::Section section(core_);
   if (request.asked_for) {

@@ -43,6 +43,10 @@ void OrthogonalParts::EndWriting(int chunk, bool counts, absl::Span<const Larges
   }
 }
 
+bool OrthogonalParts::are_being_written() const {
+  return std::ranges::any_of(chunks_, &State::is_being_written);
+}
+
 bool OrthogonalParts::Awaits(int rank) const {
   return std::ranges::any_of(layout_.chunks_of_rank(rank), [&](int chunk) {
     return chunks_[chunk].is_wanted && !chunks_[chunk].is_given;

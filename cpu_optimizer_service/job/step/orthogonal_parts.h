@@ -42,6 +42,8 @@ class OrthogonalParts {
   void EndWriting(int chunk, bool counts, absl::Span<const Largest> largest);
 
   bool all_given() const { return missing_ == 0; }
+  // Any of them, also of an earlier generation or round.
+  bool are_being_written() const;
   bool Awaits(int rank) const;
   std::vector<int> RanksAwaited() const;
   // Of O, by parameter. Precondition: all are given.

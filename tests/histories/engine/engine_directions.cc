@@ -22,8 +22,7 @@ absl::Status EnginePlayer::PlayDirections() {
   std::vector<int> chunks(orthogonal_.size());
   for (size_t chunk = 0; chunk < chunks.size(); ++chunk) chunks[chunk] = static_cast<int>(chunk);
   random.Shuffle(chunks);
-  for (int turn = attempt_->round_seed == 0 ? 0 : random.Below(4); turn > 0 && !round_.left;
-       --turn) {
+  for (int turn = attempt_->round_seed == 0 ? 0 : random.Below(4); turn > 0; --turn) {
     for (int i = random.Below(static_cast<int>(chunks.size())); i > 0; --i) {
       BALLAST_RETURN_IF_ERROR(Give(chunks[random.Below(static_cast<int>(chunks.size()))]));
     }
@@ -36,7 +35,7 @@ absl::Status EnginePlayer::PlayDirections() {
                                     chunks[random.Below(static_cast<int>(chunks.size()))]));
   }
   for (const int chunk : chunks) {
-    if (!round_.left) BALLAST_RETURN_IF_ERROR(Give(chunk));
+    BALLAST_RETURN_IF_ERROR(Give(chunk));
   }
   for (const Rank& side : ranks_) {
     if (!side.ear->AwaitCommit(step_)) return Wrong("step ", step_, " was not committed");
@@ -47,7 +46,7 @@ absl::Status EnginePlayer::PlayDirections() {
 absl::Status EnginePlayer::Give(int chunk) {
   if (orthogonal_[chunk].empty()) return absl::OkStatus();
   std::vector<uint16_t> values = orthogonal_[chunk];
-  VaryOrthogonal(round_.variant, values);
+  VaryOrthogonal(given_variant_, values);
   const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(values.data()),
                                           values.size() * sizeof(uint16_t));
   const size_t cut = bytes.size() / 3;
@@ -84,8 +83,9 @@ absl::Status EnginePlayer::Disturb(int kind, int rank, int chunk) {
       if (!IsAliveToTheEnd()) return absl::OkStatus();
       BALLAST_ASSIGN_OR_RETURN(const uint64_t aborted, stage_.job().AbortStep());
       if (aborted != step_) return Wrong("aborted step ", aborted, ", expected ", step_);
-      ++stage_.tally().left;
-      round_.left = true;
+      ++stage_.tally().made_by_service;
+      variant_ = 0;  // The service's.
+      given_variant_ = 2;
       return absl::OkStatus();
     }
     case 4:
@@ -119,7 +119,7 @@ absl::Status EnginePlayer::Disturb(int kind, int rank, int chunk) {
 
 // The generation has risen: what was given counts no more, and may be something else now.
 absl::Status EnginePlayer::StartRoundAgain() {
-  ++round_.variant;
+  variant_ = ++given_variant_;
   generation_ = generation_.Next();
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];

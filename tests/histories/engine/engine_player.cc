@@ -88,7 +88,7 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   step_ = stage_.next_step();
   open_ = whole_ = refused_ = hopeless_ = carried_out_ = in_directions_ = false;
   first_round_taken_over_ = false;
-  round_ = {};
+  given_variant_ = variant_ = 0;
   if (may_die_) stage_.deaths().Disarm();
   calls_ = tries_->script(0).Calls();
   next_micro_step_.assign(stage_.layout().chunks().size(), 0);
@@ -203,7 +203,7 @@ absl::Status EnginePlayer::AwaitDecision() {
 }
 
 absl::Status EnginePlayer::FinishCommit() {
-  const ModelOutcome expected = stage_.model().Commit(live(), round_);
+  const ModelOutcome expected = stage_.model().Commit(live(), variant_);
   in_directions_ = false;
   for (Rank& side : ranks_) {
     side.begun = false;
@@ -354,10 +354,7 @@ absl::Status EnginePlayer::AbortNow(bool at_decision) {
   BALLAST_RETURN_IF_ERROR(aborted.status());
   if (*aborted != step_) return Wrong("aborted step ", *aborted, ", expected ", step_);
   // It may have come in a second round.
-  if (at_decision && ranks_[0].ear->AwaitsOrthogonal(step_)) {
-    round_.left = true;
-    return FinishCommit();
-  }
+  if (at_decision && ranks_[0].ear->AwaitsOrthogonal(step_)) return FinishCommit();
   ++(at_decision ? stage_.tally().aborted_at_decision : stage_.tally().aborted);
   return gives_up ? FinishGivenUp(/*replaced=*/-1) : StartOver();
 }

@@ -180,7 +180,8 @@ class EnginePlayer {
   bool carried_out_ = false;      // or carried out by it: all ranks are away.
   bool in_directions_ = false;    // Its ranks are to give O, or have done so.
   bool first_round_taken_over_ = false;  // By a service after a death.
-  Model::SecondRound round_;
+  // Of O, by VaryOrthogonal: what ranks give now, and what is to count.
+  int given_variant_ = 0, variant_ = 0;
   std::vector<std::vector<uint16_t>> orthogonal_;  // By chunk; empty: none is to be given.
   bool open_ = false;                              // Some rank has begun it.
   bool whole_ = false;                             // The last seal has been taken.

@@ -34,7 +34,7 @@ std::string Describe(const Tally& tally) {
       ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
       tally.given_up, ", further gradients after may_guess ", tally.not_last, "; aborted ",
       tally.aborted, " and at the decision ", tally.aborted_at_decision, ", in a second round ",
-      tally.left, ", undone ", tally.undone, ", written between steps ", tally.written,
+      tally.made_by_service, ", undone ", tally.undone, ", written between steps ", tally.written,
       ", derived ", tally.derived, ", replaced ", tally.replaced, ", loaded ", tally.loaded,
       ", snapshots ", tally.snapshots, "; chunks speculated ", tally.speculated, ", published ",
       tally.published, ", redone ", tally.redone, "; in place ", tally.in_place, ", borrowed ",

@@ -44,7 +44,7 @@ struct Tally {
   int64_t not_last = 0;  // Contributions that may_guess to be the last, and were not.
   int64_t aborted = 0;
   int64_t aborted_at_decision = 0;
-  int64_t left = 0;  // Second rounds that were aborted.
+  int64_t made_by_service = 0;  // Second rounds that were aborted.
   int64_t undone = 0;
   int64_t written = 0;
   int64_t derived = 0;

@@ -143,10 +143,8 @@ absl::Status SessionPlayer::PlaySeals() {
   }
   wires_.Release();
   bool aborted = false;
-  round_ = {};
   if (attempt_->end == End::kAbortAtDecision) {
     const absl::Status status = Abort();
-    round_.left = status.ok();  // If it has come in a second round.
     if (!status.ok()) {
       late.Update(ExpectCode(absl::StatusCode::kFailedPrecondition, status, "abort"));
     }
@@ -192,7 +190,7 @@ absl::Status SessionPlayer::CheckCommitted() {
     if (!side.ending.norm.has_value()) continue;
     BALLAST_RETURN_IF_ERROR(stage_.CheckNorm(*side.ending.norm, live()));
   }
-  const ModelOutcome expected = stage_.model().Commit(live(), round_);
+  const ModelOutcome expected = stage_.model().Commit(live());
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     const Rank& side = ranks_[rank];
     BALLAST_RETURN_IF_ERROR(Annotate(side.ending.status, absl::StrCat("rank ", rank)));

@@ -156,7 +156,6 @@ class SessionPlayer {
   bool broken_off_ = false;
   std::vector<std::thread> seals_;  // Of BeginSeals.
   int votes_otherwise_ = -1;        // The rank that does, at first.
-  Model::SecondRound round_;
   bool spike_ = false;              // The first rank that looks discards what it sees.
 };
 

@@ -277,23 +277,24 @@ class Member:
                 list(matrices), [job.parameters[index].group for index in matrices], self.parameters, self.places,
                 self.peers, self._ranks(), self.rank, self.options.process_group)
 
-    def orthogonalize(self, values: list[HyperParameters]) -> None:
-        """All ranks, in an applied step: the second round, if they make it. values: by param group."""
+    def orthogonalize(self, values: list[HyperParameters], knows: bool = True) -> None:
+        """All ranks, in an applied step: the second round, if they make it. values: by param group. knows: this rank's
+        session is in the round."""
         self._values = values  # Should the round have to be made again.
         if self.orthogonalizer is not None:
-            self.orthogonalizer.run(self.session, [values[source] for source in self.described.source])
+            self.orthogonalizer.run(self.session if knows else None,
+                                    [values[source] for source in self.described.source])
 
     def _end_second_round(self) -> bool:
         """All ranks have joined: ends the round that was outstanding. False: there is none."""
         if self.orthogonalizer is None:
             return False
-        is_due = self.session.directions_step > 0
+        is_due = knows = self.session.directions_step > 0
         if self.peers is not None:  # An operator may have ended it when some had joined.
             self._rounds += 1
-            is_due = bool(self.peers.highest(f"second round {self._rounds}", (int(is_due),))[0])
+            is_due = bool(self.peers.highest(f"second round {self._rounds}", (int(knows),))[0])
         if is_due:
-            knows = self.session.directions_step > 0
-            self.orthogonalize(self._values)
+            self.orthogonalize(self._values, knows)
             self.session.receive_weights() if knows else self.session.read_weights()
         return is_due
 

@@ -84,10 +84,11 @@ class Orthogonalizer:
             self._addresses[index] = address - (piece.begin[0] * self._host.element_size() if len(piece.begin) == 1 else 0)
             address += piece.numel() * self._host.element_size()
 
-    def run(self, session: Session, values: list[HyperParameters]) -> None:
+    def run(self, session: Session | None, values: list[HyperParameters]) -> None:
         """All ranks, once a step is decided and applied: gives what they have orthogonalized. values: by group of the
-        job. If an operator ends the round meanwhile, all the same, because others may be in the exchange."""
-        wanted = session.read_directions(self._addresses)
+        job. Also without a session in the round, or if an operator ends it meanwhile: others may be in the
+        exchange."""
+        wanted = session is not None and session.read_directions(self._addresses)
         for batch in self._batches():
             self._run(batch, values)
         if wanted:
