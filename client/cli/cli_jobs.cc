@@ -49,9 +49,9 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
                              service.Call<v1::AbortStepResponse>("JobService/AbortStep", request));
     if (json) return proto::ToJson(response);
     const std::string step = absl::StrCat("step ", response.aborted_step(), " of job ", job);
-    const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
+    const v1::Job now = service.GetJob(job, false).value_or(v1::Job());
     // Of a job that skips what cannot be kept the step is committed, if all ranks had begun it.
-    for (const v1::StepRecord& record : now.value_or(v1::Job()).recent_steps()) {
+    for (const v1::StepRecord& record : now.recent_steps()) {
       if (record.step() != response.aborted_step()) continue;
       return absl::StrCat(step, record.applied()
                                     ? " is applied; the service orthogonalizes its directions\n"

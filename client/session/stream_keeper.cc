@@ -18,6 +18,13 @@ absl::Status WhyItEnded(const absl::Status& status) {
   return status.ok() ? absl::UnavailableError("the service ended the stream") : status;
 }
 
+// The service may notice the end of a stream late, and detach the rank then. Attaching once more shows
+// whether the rank is lost.
+absl::Status AttachIfDetached(const absl::Status& status) {
+  if (!absl::IsAborted(status) || ReasonOf(status) == reason::kRankReplaced) return status;
+  return absl::UnavailableError(status.message());
+}
+
 // A stream that lasted this long was sound.
 constexpr absl::Duration kSound = absl::Seconds(1);
 
@@ -240,18 +247,13 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
   AttachedAt(attached.committed_step());
   const absl::StatusOr<v1::Opened> opened = OpenStream(left());
-  if (absl::IsAborted(opened.status()) && ReasonOf(opened.status()) != reason::kRankReplaced) {
-    // The service has only now noticed the end of the old stream and detached the rank. Attaching
-    // once more shows whether the rank is lost.
-    return absl::UnavailableError(opened.status().message());
-  }
-  BALLAST_RETURN_IF_ERROR(opened.status());
+  BALLAST_RETURN_IF_ERROR(AttachIfDetached(opened.status()));
   if (opened->committed_step() != attached.committed_step()) {
     // This rank had sealed, and the others have sealed since: the step is over. Attaching once more
     // returns its record.
     return absl::UnavailableError("the step was committed while the stream was being reopened");
   }
-  BALLAST_RETURN_IF_ERROR(user_.OnOpened(*opened, left()));
+  BALLAST_RETURN_IF_ERROR(AttachIfDetached(user_.OnOpened(*opened, left())));
   open_since_ = clock_.Now();
   const SendLog::Resumed resumed = log_.Resume(*stream_, *opened);
   Log().info("{}: the stream is back: {} messages sent again, {} had arrived", user_.Context(),

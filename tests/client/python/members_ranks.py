@@ -6,7 +6,7 @@ import socket
 import tempfile
 
 import ballast.torch
-from ballast.torch import nodes
+from ballast.torch.services import nodes
 from torch_ranks import ddp, error_of, model_of, train
 
 

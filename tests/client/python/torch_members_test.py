@@ -25,7 +25,8 @@ from ballast import _files
 from ballast.client import Client
 from ballast.resize import other_shape
 from ballast.session import Job
-from ballast.torch import from_checkpoint, nodes
+from ballast.torch import from_checkpoint
+from ballast.torch.services import nodes
 from ballast.torch.services.nodes import Node, goes_on, homes_of, host_towards, is_loopback, joined
 from package_test import Rank
 

@@ -88,7 +88,7 @@ class JobDirectionsTest : public JobDriverTest {
   }
   static JobSpec ByService() {
     JobSpec spec = Spec();
-    spec.name = "by service";
+    spec.name = "by_service";
     spec.newton_schulz = Orthogonalizer::kService;
     return spec;
   }
@@ -195,7 +195,9 @@ TEST_F(JobDirectionsTest, AfterAnAbortTheServiceMakesO) {
   const uint64_t step = StepToDirections(driver, 3);
   GiveAll(driver, step, 0);
   EXPECT_EQ(driver.job().AbortStep().value(), step);
-  GiveAll(driver, step, 0);  // Late, and of no use.
+  const int chunk = ChunksOf(driver, 1)[0];  // Late, and of no use.
+  const std::vector<std::byte> zeros(driver.layout().chunks()[chunk].elements * 2);
+  EXPECT_TRUE(Give(driver, step, 1, chunk, zeros).ok());
   driver.listener(0).WaitForCommit(step);
   EXPECT_EQ(driver.listener(0).left(), "");
   StepOf(by_service, 3);
