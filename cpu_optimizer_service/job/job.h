@@ -213,8 +213,9 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual std::optional<double> SecondsSinceFirstSeal() const = 0;
 
   // Returns the aborted step. Raises the generation, so every rank attaches again and repeats the
-  // step. In a second round that waits for ranks, its matrices keep their weights instead. Or decides it as a skip, if all ranks have begun it and the job says so (OnAbort).
-  // FAILED_PRECONDITION if no step has begun, or it is decided.
+  // step. Or decides it as a skip, if all ranks have begun it and the job says so (OnAbort). In a
+  // second round that waits for ranks the service orthogonalizes instead of them. FAILED_PRECONDITION
+  // if no step has begun, or it is decided.
   virtual Pending AbortStep(Done<uint64_t> done) = 0;
   absl::StatusOr<uint64_t> AbortStep();
   // Undoes the last committed step and returns its number. State, update counts, hyper-parameters,
