@@ -157,7 +157,7 @@ absl::Status CheckMatrices(const ballast_session& session, const Pointer* matric
   return absl::OkStatus();
 }
 
-constexpr int64_t kDirectionBytes = 2;  // bf16.
+constexpr int64_t kDirectionBytes = SizeBytes(DType::kBFloat16);
 
 std::unique_ptr<WeightCopies> CopiesOf(ballast_session& session) {
   const Layout& layout = session.session->layout();

@@ -125,8 +125,7 @@ void StreamKeeper::OnClosed(const absl::Status& status) {
 // ---------------------------------------------------------------- opening, and again
 
 absl::Status StreamKeeper::Open(absl::Duration limit) {
-  AttachedAt(settings_.committed_step);
-  BALLAST_ASSIGN_OR_RETURN(const v1::Opened opened, OpenStream(limit));
+  BALLAST_ASSIGN_OR_RETURN(const v1::Opened opened, OpenStream(settings_.committed_step, limit));
   // The owner has read the trainer's state and the last record at the step of the settings.
   // Attaching again gets those of the newer one.
   if (opened.committed_step() != settings_.committed_step) {
@@ -148,12 +147,11 @@ absl::Status StreamKeeper::Open(absl::Duration limit) {
   return absl::OkStatus();
 }
 
-void StreamKeeper::AttachedAt(uint64_t committed_step) {
-  MutexLock lock(mutex_);
-  attached_step_ = committed_step;
-}
-
-absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
+absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(uint64_t attached_step, absl::Duration limit) {
+  {
+    MutexLock lock(mutex_);
+    attached_step_ = attached_step;
+  }
   stream_ = transport_.OpenTrainCall(*this);
   v1::TrainRequest request;
   *request.mutable_open() = settings_.open;
@@ -245,8 +243,7 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   DoWithoutSharedMemory(attached.job());
   // Before the log sends again: if the step was decided meanwhile, the user empties the log.
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
-  AttachedAt(attached.committed_step());
-  const absl::StatusOr<v1::Opened> opened = OpenStream(left());
+  const absl::StatusOr<v1::Opened> opened = OpenStream(attached.committed_step(), left());
   BALLAST_RETURN_IF_ERROR(AttachIfDetached(opened.status()));
   if (opened->committed_step() != attached.committed_step()) {
     // This rank had sealed, and the others have sealed since: the step is over. Attaching once more

@@ -80,8 +80,7 @@ class StreamKeeper final : private TrainListener {
   absl::Status TryToReopen(absl::Duration limit);
   void DoWithoutSharedMemory(const v1::Job& job);
   absl::StatusOr<v1::AttachWorkerResponse> AttachAgain(absl::Duration limit);
-  void AttachedAt(uint64_t committed_step);
-  absl::StatusOr<v1::Opened> OpenStream(absl::Duration limit);
+  absl::StatusOr<v1::Opened> OpenStream(uint64_t attached_step, absl::Duration limit);
   void DropStream();
   // False if the keeper was stopped during the sleep.
   bool Sleep(absl::Duration duration);

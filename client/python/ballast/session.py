@@ -132,9 +132,9 @@ class Job:
     """unused_policy, for parameters without a gradient from any rank: "error", "skip" (as torch does) or "zero".
     update_mode: "wait" or "speculate". on_abort, for lost steps: "redo" (sessions end with ABORTED) or "skip".
     keep_previous: allows `Session.undo`; the service keeps one more version of all state. newton_schulz: who
-    orthogonalizes the directions of groups with the rule "muon": "service" or "workers"
-    (`Session.read_directions`). mesh: names and sizes of its dimensions, ranks in row-major order. With a mesh each rank has a shard of every parameter, and all addresses
-    are those of its shards. members: addresses of the services that hold the job together, as they reach each other.
+    orthogonalizes the directions of groups with the rule "muon": "service" or "workers" (`Session.read_directions`).
+    mesh: names and sizes of its dimensions, ranks in row-major order. With a mesh each rank has a shard of every
+    parameter, and all addresses are those of its shards. members: addresses of the services that hold the job together, as they reach each other.
     homes: by rank, the index of the member that holds its part."""
 
     name: str

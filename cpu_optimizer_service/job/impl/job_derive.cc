@@ -23,10 +23,10 @@ absl::Status JobImpl::CheckMayDerive() const {
                           "job ", spec().name, " has no weights yet; derive from it when it has")),
                       reason::kNoWeightsYet);
   }
-  // Of a step that all ranks have taken back, or left, nothing is wanted.
   const bool has_round = core_.record.directions.has_value();
-  // Without ranks it is ended first (Lend).
+  // A round without ranks is ended first (Lend).
   bool is_between = machine_.between_steps() && (!has_round || UseNow().streams == 0);
+  // Of a step that all ranks have taken back, or left, nothing is wanted.
   if (const StepAgreement* open = machine_.agreement();
       machine_.stage() == StepMachine::Stage::kOpen) {
     is_between = true;

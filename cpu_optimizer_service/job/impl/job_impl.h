@@ -563,8 +563,9 @@ class JobImpl : public Job {
   };
   // The job's record says that it is outstanding.
   void BeginSecondRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Its O is there.
-  void DecideSecondRound(const SecondRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // All of O is there. bounds, largest: Executor::DecideSecond.
+  void DecideSecondRound(const StepUpdate& update, const std::vector<StateBounds>& bounds,
+                         const std::vector<double>& largest);
   // Once all is given, and the ranks have been told of the round: its end is to come after that.
   void GoOnIfGiven() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // By the service, beside this thread.

@@ -47,13 +47,12 @@ void JobImpl::BeginSecondRound() {
 }
 
 void JobImpl::Orthogonalize() {
-  core_.RunAfter(
-      [this, self = Self(), update = second_round_->update, bounds = core_.bounds]() mutable {
-        executor_.Orthogonalize(update, std::move(bounds), [this, self](SecondRound round) {
-          const JobCore::Section section(core_);
-          DecideSecondRound(round);
-        });
-      });
+  core_.RunAfter([this, self = Self(), update = second_round_->update, bounds = core_.bounds] {
+    executor_.Orthogonalize(update,
+                            [this, self, update, bounds](const std::vector<double>& largest) {
+                              DecideSecondRound(*update, bounds, largest);
+                            });
+  });
 }
 
 // ---------------------------------------------------------------- what ranks give
@@ -152,13 +151,9 @@ void JobImpl::GoOnIfGiven() {
   }
   if (!orthogonal_.all_given()) return;
   core_.gate.EndDirections();
-  executor_.StartTask([this, self = Self(), update = now.update, bounds = core_.bounds,
-                       of_matrices = orthogonal_.largest()] {
-    // It may look at all of a matrix's weights.
-    const SecondRound round = executor_.DecideGiven(*update, bounds, of_matrices);
-    const JobCore::Section section(core_);
-    DecideSecondRound(round);
-  });
+  executor_.StartTask(
+      [this, self = Self(), update = now.update, bounds = core_.bounds,
+       largest = orthogonal_.largest()] { DecideSecondRound(*update, bounds, largest); });
 }
 
 void JobImpl::StopAwaitingOrthogonal(const std::string& why) {
@@ -203,7 +198,10 @@ std::optional<double> JobImpl::SecondsSinceFirstGiven() const {
 
 // ---------------------------------------------------------------- its decision
 
-void JobImpl::DecideSecondRound(const SecondRound& round) {
+void JobImpl::DecideSecondRound(const StepUpdate& update, const std::vector<StateBounds>& bounds,
+                                const std::vector<double>& largest) {
+  const SecondRound round = executor_.DecideSecond(update, bounds, largest);
+  const JobCore::Section section(core_);
   KeptDirections& directions = *core_.record.directions;
   directions.second = round.decision;
   std::string& left = directions.record.outcome.left;

@@ -59,9 +59,9 @@
 // The next process (job_recover.cc) takes over identity, record and table. A decided step it rolls
 // forward: chunks whose word in the table has the step are done, those with a lane go on behind
 // their last turn, all others are updated from their gradients. A second round that is not decided
-// begins again, from the directions. Of an undecided step it takes the log's entries in their order and the ledger's words of the epoch; ranks that come back send what
-// was not acknowledged, and what had been half added goes on behind its last turn. If a gradient of it
-// lay in memory that is gone, or what says so is not as it was stored, the step goes by on_abort: it
+// begins again, from the directions. Of an undecided step it takes the log's entries in their order and
+// the ledger's words of the epoch; ranks that come back send what was not acknowledged, and what had
+// been half added goes on behind its last turn. If a gradient of it lay in memory that is gone, or what says so is not as it was stored, the step goes by on_abort: it
 // is skipped where all ranks had begun it and cannot do it again, and otherwise dropped by a new
 // generation, in which they do. Whatever else is not as it was stored has the job refused, before
 // anything is changed.

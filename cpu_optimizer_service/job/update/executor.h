@@ -118,13 +118,14 @@ class Executor {
   // ---- second_round.cc, once a first round has ended
   // The chunk's directions, from its gradient and its state.
   void MakeDirections(const StepUpdate& update, int chunk);
-  // Orthogonalizes the directions, matrix after matrix; then calls `then` on an engine's thread.
-  // `bounds`: by group, before it; empty: unknown.
-  void Orthogonalize(std::shared_ptr<const StepUpdate> update, std::vector<StateBounds> bounds,
-                     std::function<void(SecondRound)> then);
-  // The same for O that ranks have given. `largest`: of each matrix, by parameter.
-  SecondRound DecideGiven(const StepUpdate& update, const std::vector<StateBounds>& bounds,
-                          const std::vector<double>& largest) const;
+  // Makes O of the directions, matrix after matrix; then calls `then` on an engine's thread, with the
+  // largest magnitude of each matrix's O, by parameter.
+  void Orthogonalize(std::shared_ptr<const StepUpdate> update,
+                     std::function<void(std::vector<double> largest)> then);
+  // What becomes of the matrices, by those magnitudes. `bounds`: by group, before the round; empty:
+  // unknown. It may look at all weights of a matrix.
+  SecondRound DecideSecond(const StepUpdate& update, const std::vector<StateBounds>& bounds,
+                           const std::vector<double>& largest) const;
   // For the ranks that are there now. `streams`: by rank, the one that got the first round's weights.
   UpdatePlan MakeSecondPlan(StepUpdate update, const std::vector<uint64_t>& streams)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -164,7 +165,6 @@ class Executor {
   void RunNextLoop(std::shared_ptr<Orthogonalizing> work);
   void BeginMatrix(Orthogonalizing& work);
   void EndMatrix(Orthogonalizing& work);
-  // `largest`: the largest magnitude of the matrix's O.
   void DecideMatrix(const StepUpdate& update, int parameter, double largest, double bound_before,
                     SecondRound& round) const;
   double LargestWeight(int parameter) const;  // Its magnitude.

@@ -83,26 +83,22 @@ void Executor::MakeDirections(const StepUpdate& update, int chunk) {
 // engine's thread, so that no thread waits.
 struct Executor::Orthogonalizing {
   std::shared_ptr<const StepUpdate> update;
-  std::vector<StateBounds> bounds;  // Before; empty: unknown.
-  SecondRound round;
-  std::function<void(SecondRound)> then;
+  std::function<void(std::vector<double>)> then;
 
   std::vector<int> matrices;  // Those left, the next one last.
   std::optional<NewtonSchulz> newton_schulz;
   std::vector<Loop> loops;  // Of the matrix.
   size_t next_loop = 0;
-  std::vector<double> largest;  // Of O, by piece.
+  std::vector<double> of_pieces;  // The largest magnitude of O; of the matrix,
+  std::vector<double> largest;    // and by parameter.
 };
 
 void Executor::Orthogonalize(std::shared_ptr<const StepUpdate> update,
-                             std::vector<StateBounds> bounds,
-                             std::function<void(SecondRound)> then) {
+                             std::function<void(std::vector<double> largest)> then) {
   auto work = std::make_shared<Orthogonalizing>();
   work->update = std::move(update);
-  work->bounds = std::move(bounds);
-  work->round.bounds = work->bounds;
-  work->round.bounds.resize(core_.layout.group_count());
   work->then = std::move(then);
+  work->largest.resize(core_.spec().layout.parameters.size());
   work->matrices = MatricesOf(core_.layout, *work->update);
   std::ranges::reverse(work->matrices);
   RunNextLoop(std::move(work));
@@ -111,7 +107,7 @@ void Executor::Orthogonalize(std::shared_ptr<const StepUpdate> update,
 void Executor::RunNextLoop(std::shared_ptr<Orthogonalizing> work) {
   if (work->next_loop == work->loops.size()) {
     if (work->newton_schulz.has_value()) EndMatrix(*work);
-    if (work->matrices.empty()) return work->then(std::move(work->round));
+    if (work->matrices.empty()) return work->then(std::move(work->largest));
     BeginMatrix(*work);
   }
   const Loop& loop = work->loops[work->next_loop++];
@@ -131,7 +127,7 @@ void Executor::BeginMatrix(Orthogonalizing& work) {
     return matrix.subspan(index * kElementsTogether,
                           std::min(kElementsTogether, elements - index * kElementsTogether));
   };
-  work.largest.assign(pieces, 0);
+  work.of_pieces.assign(pieces, 0);
   work.loops = work.newton_schulz->loops();
   work.loops.insert(work.loops.begin(),
                     {.count = pieces, .body = [this, p, piece_of, &work](int64_t index) {
@@ -140,20 +136,16 @@ void Executor::BeginMatrix(Orthogonalizing& work) {
                      }});
   work.loops.push_back({.count = pieces, .body = [this, p, piece_of, &work](int64_t index) {
                           const auto piece = piece_of(work.newton_schulz->orthogonal(), index);
-                          work.largest[index] = LargestOf(piece);
+                          work.of_pieces[index] = LargestOf(piece);
                           memory_.directions->Scatter(p, index * kElementsTogether, piece);
                         }});
   work.next_loop = 0;
 }
 
 void Executor::EndMatrix(Orthogonalizing& work) {
-  const int p = work.matrices.back();
+  work.largest[work.matrices.back()] = *std::ranges::max_element(work.of_pieces);
   work.matrices.pop_back();
   work.newton_schulz.reset();
-  const int group = core_.spec().layout.parameters[p].group;
-  DecideMatrix(*work.update, p, *std::ranges::max_element(work.largest),
-               work.bounds.empty() ? StateBounds::kUnknown : work.bounds[group].master(),
-               work.round);
 }
 
 void Executor::DecideMatrix(const StepUpdate& update, int parameter, double largest,
@@ -190,8 +182,8 @@ double Executor::LargestWeight(int parameter) const {
   return largest;
 }
 
-SecondRound Executor::DecideGiven(const StepUpdate& update, const std::vector<StateBounds>& bounds,
-                                  const std::vector<double>& largest) const {
+SecondRound Executor::DecideSecond(const StepUpdate& update, const std::vector<StateBounds>& bounds,
+                                   const std::vector<double>& largest) const {
   SecondRound round = {.decision = {}, .bounds = bounds};
   round.bounds.resize(core_.layout.group_count());
   for (const int p : MatricesOf(core_.layout, update)) {

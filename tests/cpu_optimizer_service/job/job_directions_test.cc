@@ -8,35 +8,20 @@
 
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/rule.h"
-#include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/cpu_optimizer_service/job/muon_job_test.h"
 #include "tests/cpu_optimizer_service/job/outcome.h"
 #include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
 
-class JobDirectionsTest : public JobDriverTest {
+class JobDirectionsTest : public MuonJobTest {
  protected:
-  // Two matrices of Muon, which chunks and ranks cut, and what AdamW trains.
   static JobSpec Spec(bool keep_previous = false) {
-    JobSpec spec = MakeJobSpec({.group_sizes = {{30 * 20, 16 * 40}, {700}},
-                                .world_size = 2,
-                                .bucket_elements = 512,
-                                .chunk_elements = 256});
-    spec.groups[0].hyper_parameters = DefaultsOf(Rule::kMuon);
-    spec.layout.parameters[0].shape = {30, 20};
-    spec.layout.parameters[1].shape = {16, 40};
+    JobSpec spec = MatricesSpec(/*bucket_elements=*/512);
     spec.newton_schulz = Orthogonalizer::kWorkers;
     spec.keep_previous = keep_previous;
     return spec;
-  }
-  static std::vector<float> Read(JobDriver& driver, int parameter, Plane plane) {
-    std::vector<float> values(driver.layout().place(parameter).elements);
-    driver.job()
-        .TakeSnapshot({parameter})
-        .value()
-        .Read(parameter, plane, 0, absl::MakeSpan(values));
-    return values;
   }
   static uint64_t SealAll(JobDriver& driver, uint64_t seed) {
     const uint64_t step = driver.next_step();

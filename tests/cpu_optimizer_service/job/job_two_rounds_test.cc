@@ -10,33 +10,18 @@
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/rules/muon.h"
 #include "cpu_optimizer_service/job/update/second_round.h"
-#include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/cpu_optimizer_service/job/muon_job_test.h"
 #include "tests/support/messages.h"
 
 namespace ballast {
 namespace {
 
-class JobTwoRoundsTest : public JobDriverTest {
+class JobTwoRoundsTest : public MuonJobTest {
  protected:
-  // Two matrices of Muon, which chunks cut, and what AdamW trains.
   static JobSpec Spec(bool keep_previous = false) {
-    JobSpec spec = MakeJobSpec({.group_sizes = {{30 * 20, 16 * 40}, {700}},
-                                .world_size = 2,
-                                .bucket_elements = 1024,
-                                .chunk_elements = 512});
-    spec.groups[0].hyper_parameters = DefaultsOf(Rule::kMuon);
-    spec.layout.parameters[0].shape = {30, 20};
-    spec.layout.parameters[1].shape = {16, 40};
+    JobSpec spec = MatricesSpec(/*bucket_elements=*/1024);
     spec.keep_previous = keep_previous;
     return spec;
-  }
-  static std::vector<float> Read(JobDriver& driver, int parameter, Plane plane) {
-    std::vector<float> values(driver.layout().place(parameter).elements);
-    driver.job()
-        .TakeSnapshot({parameter})
-        .value()
-        .Read(parameter, plane, 0, absl::MakeSpan(values));
-    return values;
   }
   static std::string LastLeft(JobDriver& driver) {
     return driver.job().Status().recent_steps.back().outcome.left;

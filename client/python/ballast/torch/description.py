@@ -201,7 +201,8 @@ def _identities(param_groups: list[dict[str, Any]]) -> list[list[int]]:
 def lines(job: Job) -> list[tuple[str, str]]:
     """A job's description, entry by entry."""
     lines = [(name, str(getattr(job, name)))
-             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort", "newton_schulz")]
+             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort",
+                          "newton_schulz")]
     for group in job.groups:
         lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
     for parameter in job.parameters:

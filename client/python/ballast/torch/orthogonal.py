@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -46,10 +47,7 @@ class _Piece(NamedTuple):
         return matrix[self.begin[0]:self.end[0], self.begin[1]:self.end[1]]
 
     def numel(self) -> int:
-        elements = 1
-        for begin, end in zip(self.begin, self.end):
-            elements *= end - begin
-        return elements
+        return math.prod(end - begin for begin, end in zip(self.begin, self.end))
 
 
 class Orthogonalizer:
@@ -70,9 +68,8 @@ class Orthogonalizer:
             self._pieces = [[_Piece(*map(tuple, piece)) for piece in of_rank]
                             for of_rank in peers.gather("pieces of matrices", own)]
         # all_to_all has the group's order of ranks, which need not be the job's.
-        in_group = [rank for rank in range(len(ranks))] if peers is None else sorted(
+        self._order = [0] if peers is None else sorted(
             range(len(ranks)), key=lambda number: dist.get_group_rank(process_group or dist.group.WORLD, ranks[number]))
-        self._order = in_group
         self._owners = self._balance(len(ranks))
         elements = [piece.numel() for piece in own]
         self._host = torch.zeros(1 + sum(elements), dtype=torch.bfloat16, pin_memory=self._device.type == "cuda")

@@ -25,9 +25,9 @@ from .groups import (completed, drop_others, hyper_parameters_of, named, names_i
 from .member import Begin, NothingToResume
 from .moments import Moments, has_planes, moments_of
 from .options import Options, options_of
-from .services.own_service import Kept
 from .reports import Logged
 from .returning import check_overlap_weights
+from .services.own_service import Kept
 from .state import Handed, ParameterState
 
 # A warning reports the first skipped step, and then every so many.
