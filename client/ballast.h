@@ -140,7 +140,7 @@ typedef struct ballast_hyper_parameters {
   double lr_decay;                  /* Adagrad */
   double initial_accumulator_value; /* Adagrad; fixed when the job is created. */
   int32_t maximize;                 /* Not Muon. */
-  int32_t ns_steps;                 /* Muon: of Newton-Schulz, 0 to 99. The next are its coefficients. */
+  int32_t ns_steps; /* Muon: of Newton-Schulz, 0 to 99. The next are its coefficients. */
   double ns_a;
   double ns_b;
   double ns_c;
@@ -520,14 +520,16 @@ int32_t ballast_discard(ballast_session* session);
 /* In a job with BALLAST_BY_WORKERS, after each applied decision and before ballast_receive_weights. Waits for
  * the directions of parameters with the rule Muon, and writes this rank's elements of them: count
  * (parameter_count) pointers, as in ballast_options.weights, to bf16. A pointer may be null if the parameter
- * has another rule. Ranks put matrices together from their elements, and orthogonalize them. wanted: 0 if
- * nothing is to be given, because the step changes no matrix, or an operator has ended the round. Since version
- * 12, as the next function. */
+ * has another rule. Ranks put matrices together from their elements, and orthogonalize them. values: room for
+ * one of each group; the step's, with which O is made. wanted: 0 if nothing is to be given, because the step
+ * changes no matrix, or an operator has ended the round; then values are left as they are. Since version 12, as
+ * the next function. */
 int32_t ballast_read_directions(ballast_session* session, void* const* directions, size_t count,
-                                int32_t* wanted);
+                                ballast_hyper_parameters* values, int32_t* wanted);
 /* Gives O, what became of them: reads this rank's elements, in bf16. The session keeps a copy until
  * ballast_receive_weights has returned, for a service that crashes. */
-int32_t ballast_give_orthogonal(ballast_session* session, const void* const* orthogonal, size_t count);
+int32_t ballast_give_orthogonal(ballast_session* session, const void* const* orthogonal,
+                                size_t count);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);
 /* Optional, before ballast_receive_weights: returns when the weights of these parameters, by

@@ -326,9 +326,10 @@ class Session {
   // In a job with newton_schulz kWorkers, after each applied decision and before ReceiveWeights. Waits
   // for the directions of this rank's chunks of matrices, and calls place(chunk, direction) for
   // each, from this thread: chunk.elements values in bf16. Ranks put matrices together from their
-  // chunks, orthogonalize them, and give back what becomes of each chunk. False: nothing is to be
-  // given, because the step changes no matrix, or an operator has ended the round.
-  virtual absl::StatusOr<bool> ReadDirections(
+  // chunks, orthogonalize them, and give back what becomes of each chunk. Returns the step's
+  // hyper-parameters, by group: O is made with them. Empty: nothing is to be given, because the step
+  // changes no matrix, or an operator has ended the round.
+  virtual absl::StatusOr<std::vector<HyperParameters>> ReadDirections(
       const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) = 0;
   // O: calls fill(chunk, out) for each of those chunks, which writes chunk.elements values in bf16.
   // Returns when the service has them. The session keeps a copy until ReceiveWeights returns, and

@@ -344,6 +344,14 @@ absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot,
   return vote;
 }
 
+ballast_hyper_parameters WriteHyperParameters(const HyperParameters& values) {
+  ballast_hyper_parameters written = {};
+  written.rule = static_cast<int32_t>(values.rule);
+  const auto write = [](const char*, auto& value, auto field) { value = field; };
+  ForEachOf(values.rule, write, written, values);
+  return written;
+}
+
 absl::StatusOr<Last> ReadLast(int32_t last) {
   switch (last) {
     case BALLAST_MORE:

@@ -11,6 +11,7 @@
 #include "client/credentials.h"
 #include "client/session.h"
 #include "client/tensors/gradient_giver.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast::client {
@@ -28,6 +29,8 @@ absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, absl::Span<const
 // Null: the default vote.
 absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot,
                                     absl::Span<const GroupSpec> groups);
+// What the rule lacks is 0.
+ballast_hyper_parameters WriteHyperParameters(const HyperParameters& values);
 absl::StatusOr<Last> ReadLast(int32_t last);
 // 0 leaves `out` unchanged.
 absl::Status ReadSeconds(double seconds, const char* name, absl::Duration& out);

@@ -551,10 +551,11 @@ int32_t ballast_discard(ballast_session* session) {
 }
 
 int32_t ballast_read_directions(ballast_session* session, void* const* directions, size_t count,
-                                int32_t* wanted) {
+                                ballast_hyper_parameters* values, int32_t* wanted) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckGiven(wanted, "wanted"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(values, "values"));
     BALLAST_RETURN_IF_ERROR(CheckMatrices(*session, directions, count));
     const ballast::Layout& layout = session->session->layout();
     const auto place = [&](int chunk, absl::Span<const std::byte> direction) {
@@ -566,8 +567,10 @@ int32_t ballast_read_directions(ballast_session* session, void* const* direction
         return true;
       });
     };
-    BALLAST_ASSIGN_OR_RETURN(const bool are_wanted, session->session->ReadDirections(place));
-    *wanted = are_wanted ? 1 : 0;
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<ballast::HyperParameters> read,
+                             session->session->ReadDirections(place));
+    *wanted = read.empty() ? 0 : 1;
+    std::transform(read.begin(), read.end(), values, ballast::client::WriteHyperParameters);
     return absl::OkStatus();
   });
 }

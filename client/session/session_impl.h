@@ -66,7 +66,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status Discard() override;
   absl::Status ReceiveWeights() override;
   absl::Status AwaitWeights(absl::Span<const int> chunks) override;
-  absl::StatusOr<bool> ReadDirections(
+  absl::StatusOr<std::vector<HyperParameters>> ReadDirections(
       const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) override;
   absl::Status GiveOrthogonal(
       const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) override;

@@ -202,13 +202,13 @@ absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>
   // The service refuses if another step is committed by now, so weights of two steps never mix.
   if (step.has_value()) request.set_step(*step);
   for (int chunk : sink.ListMissing()) request.add_chunks(static_cast<uint32_t>(chunk));
-  BALLAST_ASSIGN_OR_RETURN(
-      step, transport_->ReadWeights(request, limit,
-                                    [&](const v1::WeightHeader& header, PayloadPieces payload) {
-                                      // If the call fails now, the rest must be of the same step.
-                                      step = header.step();
-                                      return sink.Place(header, payload);
-                                    }));
+  const auto place = [&](const v1::WeightHeader& header, PayloadPieces payload) {
+    step = header.step();  // If the call fails now, the rest must be of the same step.
+    return sink.Place(header, payload);
+  };
+  BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsResponse first,
+                           transport_->ReadWeights(request, limit, place));
+  step = first.step();
   if (sink.missing_chunks() == 0) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(sink.missing_chunks(), " chunks did not arrive"));
 }
@@ -225,15 +225,16 @@ std::vector<int> SessionImpl::ChunksOfTwoRounds() const {
   return chunks;
 }
 
-absl::StatusOr<bool> SessionImpl::ReadDirections(
+absl::StatusOr<std::vector<HyperParameters>> SessionImpl::ReadDirections(
     const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) {
   const absl::StatusOr<bool> awaits = progress_.AwaitDirections(options_.seal_timeout);
   if (!awaits.ok()) {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
     return Annotate(awaits.status(), Context());
   }
-  std::vector<int> missing = *awaits ? ChunksOfTwoRounds() : std::vector<int>();
-  if (missing.empty()) return *awaits;
+  std::vector<HyperParameters> values;
+  if (!*awaits) return values;
+  std::vector<int> missing = ChunksOfTwoRounds();
   v1::ReadWeightsRequest request;
   request.set_name(proto::JobName(options_.job.name));
   request.set_uid(attached_.uid());
@@ -242,6 +243,9 @@ absl::StatusOr<bool> SessionImpl::ReadDirections(
   request.set_directions(true);
   std::vector<std::byte> direction;
   const absl::Status read = RetryBetweenSteps([&]() -> absl::Status {
+    // An earlier call delivered all chunks and broke before its end. An empty list means all.
+    const bool is_repeated = request.chunks_size() > 0;
+    if (is_repeated && missing.empty()) missing.push_back(request.chunks(0));
     request.clear_chunks();
     for (const int chunk : missing) request.add_chunks(static_cast<uint32_t>(chunk));
     const auto take = [&](const v1::WeightHeader& header, PayloadPieces payload) -> absl::Status {
@@ -259,16 +263,25 @@ absl::StatusOr<bool> SessionImpl::ReadDirections(
       place(chunk, direction);
       return absl::OkStatus();
     };
-    if (missing.empty()) return absl::OkStatus();  // An earlier call broke at its end.
-    return transport_->ReadWeights(request, absl::InfiniteDuration(), take).status();
+    BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsResponse first,
+                             transport_->ReadWeights(request, absl::InfiniteDuration(), take));
+    values.clear();
+    for (const v1::HyperParameters& of_group : first.hyper_parameters()) {
+      BALLAST_ASSIGN_OR_RETURN(values.emplace_back(), proto::FullFromProto(of_group));
+    }
+    return absl::OkStatus();
   });
   if (ReasonOf(read) == reason::kOtherStep) {
     // An operator has ended the round.
     BALLAST_RETURN_IF_ERROR(progress_.AwaitCommitted(options_.seal_timeout).status());
-    return false;
+    return std::vector<HyperParameters>();
   }
   BALLAST_RETURN_IF_ERROR(Annotate(read, absl::StrCat(Context(), ": reading directions")));
-  if (missing.empty()) return true;
+  if (values.size() != options_.job.groups.size()) {
+    return absl::DataLossError(
+        absl::StrCat(Context(), ": directions came with the values of ", values.size(), " groups"));
+  }
+  if (missing.empty()) return values;
   return absl::DataLossError(
       absl::StrCat(Context(), ": the directions of ", missing.size(), " chunks did not arrive"));
 }

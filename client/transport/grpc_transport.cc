@@ -99,7 +99,7 @@ class GrpcTransport final : public Transport {
     return response;
   }
 
-  absl::StatusOr<uint64_t> ReadWeights(
+  absl::StatusOr<v1::ReadWeightsResponse> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
@@ -108,18 +108,18 @@ class GrpcTransport final : public Transport {
     BlockingCall call(channel, "/ballast.v1.TrainService/ReadWeights", std::min(limit, kLongLimit),
                       calls_);
     if (call.Write(proto::SerializeControl(request))) call.WritesDone();
-    uint64_t step = 0;
+    v1::ReadWeightsResponse first;
     grpc::ByteBuffer bytes;
     while (call.Read(&bytes)) {
       BALLAST_ASSIGN_OR_RETURN(const auto frame, proto::ParseReadWeightsResponse(bytes));
-      if (frame.message.kind_case() == v1::ReadWeightsResponse::kStep) step = frame.message.step();
+      if (frame.message.kind_case() == v1::ReadWeightsResponse::kStep) first = frame.message;
       // Also a kind of a newer service.
       if (frame.message.kind_case() != v1::ReadWeightsResponse::kWeights) continue;
       // After an error the call's destructor cancels the rest.
       BALLAST_RETURN_IF_ERROR(place(frame.message.weights().header(), frame.payload.pieces()));
     }
     BALLAST_RETURN_IF_ERROR(call.Finish());
-    return step;
+    return first;
   }
 
   std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {

@@ -69,8 +69,8 @@ class Transport {
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<std::byte>(int chunk)>& fill) = 0;
   // Calls `place` for each arriving chunk; its first error ends the call and is returned. Returns
-  // the step of the weights.
-  virtual absl::StatusOr<uint64_t> ReadWeights(
+  // the first message, which has the step of the weights.
+  virtual absl::StatusOr<v1::ReadWeightsResponse> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) = 0;

@@ -197,6 +197,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // `out`; zeros for what the round does not update. FAILED_PRECONDITION (OTHER_STEP): no rank is
   // to orthogonalize those of that step.
   virtual absl::Status ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) = 0;
+  // By group: with which values ranks orthogonalize them. FAILED_PRECONDITION as ReadDirections.
+  virtual absl::StatusOr<std::vector<HyperParameters>> ValuesOfDirections(uint64_t step) = 0;
   // What Newton-Schulz has made of them: O of that chunk, in bf16, in pieces cut anywhere. The last
   // one of all ranks begins the round. If the generation rises before, all ranks give theirs again.
   // Repeating it is OK, also after the step. ABORTED: another generation or holder.

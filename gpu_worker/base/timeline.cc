@@ -13,9 +13,9 @@ namespace {
 
 using Json = ChromeTraceWriter::Json;
 
-constexpr Track kTracks[] = {Track::kStep,    Track::kCompute, Track::kReduce,
-                             Track::kCopy,    Track::kSend,    Track::kUpdate,
-                             Track::kReceive, Track::kGather,  Track::kStall};
+constexpr Track kTracks[] = {
+    Track::kStep,   Track::kCompute,       Track::kReduce,  Track::kCopy,   Track::kSend,
+    Track::kUpdate, Track::kOrthogonalize, Track::kReceive, Track::kGather, Track::kStall};
 
 const char* Name(Track track) {
   switch (track) {
@@ -31,6 +31,8 @@ const char* Name(Track track) {
       return "send";
     case Track::kUpdate:
       return "update";
+    case Track::kOrthogonalize:
+      return "orthogonalize";
     case Track::kReceive:
       return "receive";
     case Track::kGather:

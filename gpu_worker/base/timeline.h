@@ -28,15 +28,16 @@ namespace ballast::worker {
 
 // In the displayed order.
 enum class Track : uint8_t {
-  kStep,     // A whole step.
-  kCompute,  // Forward and backward.
-  kReduce,   // Reduce-scatter of a bucket.
-  kCopy,     // Between device and host.
-  kSend,     // Handing over gradients, and waiting for the decision.
-  kUpdate,   // The optimizer's arithmetic, by the optimizer's report.
-  kReceive,  // Waiting for new weights.
-  kGather,   // All-gather of a bucket.
-  kStall,    // A GPU's wait for a bucket's weights, in a pass.
+  kStep,           // A whole step.
+  kCompute,        // Forward and backward.
+  kReduce,         // Reduce-scatter of a bucket.
+  kCopy,           // Between device and host.
+  kSend,           // Handing over gradients, and waiting for the decision.
+  kUpdate,         // The optimizer's arithmetic, by the optimizer's report.
+  kOrthogonalize,  // Muon's second round: from the directions until O is given.
+  kReceive,        // Waiting for new weights.
+  kGather,         // All-gather of a bucket.
+  kStall,          // A GPU's wait for a bucket's weights, in a pass.
 };
 
 // A span's subject; -1: unknown.

@@ -9,6 +9,7 @@
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/buckets/bucket_order.h"
 #include "gpu_worker/buckets/non_finite.h"
+#include "gpu_worker/muon/cpu_second_round.h"
 
 namespace ballast::worker {
 namespace {
@@ -41,6 +42,9 @@ CpuBackend::CpuBackend(const CpuBackendOptions& options, std::unique_ptr<Model> 
       collective_(collective),
       model_(Placed(std::move(model), job)),
       staging_(job.layout, WireDTypes(job), collective.rank(), options.timeout),
+      second_round_(job.spec.newton_schulz == Orthogonalizer::kWorkers
+                        ? std::make_unique<CpuSecondRound>(job, collective)
+                        : nullptr),
       timeline_(options.timeline),
       // model_ comes before it and is placed by then: the gradients that are reduced have their
       // memory.

@@ -52,6 +52,7 @@ class CpuBackend final : public TrainingBackend {
   absl::StatusOr<FinishedStep> FinishStep() override;
   absl::Span<std::byte> weights(int chunk) override;
   absl::Status GatherWeights() override;
+  SecondRound* second_round() override { return second_round_.get(); }
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
@@ -65,6 +66,7 @@ class CpuBackend final : public TrainingBackend {
   Collective& collective_;
   const std::unique_ptr<Model> model_;
   GradientStaging staging_;
+  const std::unique_ptr<SecondRound> second_round_;  // Nullable.
   GradientSink* sink_ = nullptr;
   // The sink's first error, or that backward reached no parameter: kept for FinishStep, and the
   // sink is not called after it. Used by the reducer's thread during a micro-step, by the caller's

@@ -45,7 +45,7 @@ Key KeyOf(const Matmul& matmul) {
           matmul.transpose_a,
           matmul.transpose_b,
           matmul.out_is_fp32,
-          matmul.accumulate,
+          matmul.beta != 0,
           matmul.epilogue,
           {Alignment(matmul.a), Alignment(matmul.b), Alignment(matmul.out), Alignment(matmul.bias),
            Alignment(matmul.aux)}};
@@ -95,11 +95,9 @@ class CublasLtMatmul final : public DeviceMatmul {
     BALLAST_ASSIGN_OR_RETURN(const Plan* const plan, PlanOf(matmul));
     // The plan is for all products of its shape; bias and aux are other memory each time.
     BALLAST_RETURN_IF_ERROR(SetPointers(matmul, plan->operation.get()));
-    const float one = 1;
-    const float beta = matmul.accumulate ? 1 : 0;
     const cublasStatus_t status = library_.Matmul(
-        handle_.get(), plan->operation.get(), &one, matmul.b, plan->b.get(), matmul.a,
-        plan->a.get(), &beta, matmul.out, plan->out.get(), matmul.out, plan->out.get(),
+        handle_.get(), plan->operation.get(), &matmul.alpha, matmul.b, plan->b.get(), matmul.a,
+        plan->a.get(), &matmul.beta, matmul.out, plan->out.get(), matmul.out, plan->out.get(),
         &plan->algorithm, workspace->data(), kWorkspaceBytes, native);
     if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
     // Of a lost GPU the library says only that the call failed; the GPU's own error says more.

@@ -11,7 +11,7 @@ target_compile_options(ballast_kernel_options INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Werror,-Wno-unused-parameter,-Wno-gnu-designator,-ffp-contract=off>")
 
 # The kernels.
-set(kernels adam attention_backward attention_forward cross_entropy embedding gelu gradient layer_norm)
+set(kernels adam attention_backward attention_forward cross_entropy embedding gelu gradient layer_norm unit_norm)
 list(TRANSFORM kernels PREPEND cuda/kernels/)
 list(TRANSFORM kernels APPEND .cu)
 add_library(ballast_cuda_kernels STATIC ${kernels})

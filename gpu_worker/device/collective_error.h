@@ -17,9 +17,8 @@ inline absl::Status CollectiveError(int rank, absl::string_view operation, const
                                     const absl::Status& error) {
   absl::string_view reason = error.message();
   absl::ConsumePrefix(&reason, absl::StrCat("rank ", rank, ": ", operation, ": "));
-  absl::Status named(error.code(),
-                     absl::StrCat("rank ", rank, ": ", operation, " of bucket ", purpose.bucket,
-                                  ", step ", purpose.step, ": ", reason));
+  absl::Status named(error.code(), absl::StrCat("rank ", rank, ": ", operation, " of ",
+                                                purpose.ToString(), ": ", reason));
   error.ForEachPayload(
       [&](absl::string_view url, const absl::Cord& payload) { named.SetPayload(url, payload); });
   return named;

@@ -22,6 +22,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "gpu_worker/device/device.h"
 
 namespace ballast::worker {
@@ -29,7 +30,12 @@ namespace ballast::worker {
 // A collective's purpose in an error: "rank 1: reduce-scatter of bucket 3, step 7".
 struct Purpose {
   uint64_t step = 0;
-  int bucket = 0;
+  int bucket = 0;  // -1: matrices (muon/matrix_turns.h).
+
+  std::string ToString() const {
+    const std::string what = bucket < 0 ? "matrices" : absl::StrCat("bucket ", bucket);
+    return absl::StrCat(what, ", step ", step);
+  }
 };
 
 class DeviceCollective {

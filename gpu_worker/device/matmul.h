@@ -3,7 +3,7 @@
 // Row-major throughout. With op(X) = X or its transpose:
 //
 //   product[m][n] = sum over k of op(a)[m][k] * op(b)[k][n]        bf16 inputs, fp32 accumulation
-//   kNone:          out = product (+ out, if `accumulate`)
+//   kNone:          out = alpha * product + beta * out
 //   kBias:          out = product + bias[n]
 //   kBiasGelu:      aux = product + bias[n];  out = gelu(aux)      aux is kept for backward
 //   kGeluBackward:  out = product * gelu'(aux)
@@ -37,7 +37,9 @@ struct Matmul {
   // m x n: bf16, or fp32 with kNone (weight gradients).
   void* out = nullptr;
   bool out_is_fp32 = false;
-  bool accumulate = false;  // kNone only.
+  // kNone only. Where beta is 0, `out` is not read.
+  float alpha = 1;
+  float beta = 0;
   MatmulEpilogue epilogue = MatmulEpilogue::kNone;
   const BFloat16Bits* bias = nullptr;  // n elements.
   BFloat16Bits* aux = nullptr;         // m x n; written by kBiasGelu, read by kGeluBackward.

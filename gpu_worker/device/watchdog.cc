@@ -103,8 +103,7 @@ absl::Status Watchdog::Look() {
 }
 
 std::string Watchdog::NameOf(absl::string_view operation, const Purpose& purpose) const {
-  return absl::StrCat("rank ", options_.rank, ": ", operation, " of bucket ", purpose.bucket,
-                      ", step ", purpose.step);
+  return absl::StrCat("rank ", options_.rank, ": ", operation, " of ", purpose.ToString());
 }
 
 Watchdog::Finding Watchdog::Examine(const Operation& operation) const {

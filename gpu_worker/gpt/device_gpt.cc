@@ -280,7 +280,7 @@ absl::Status DeviceGptImpl::BackwardHead(const Pass& pass) const {
                                       .b = a.last_norm.out,
                                       .out = layers.gradient(kTokenEmbedding),
                                       .out_is_fp32 = true,
-                                      .accumulate = layers.add_gradients},
+                                      .beta = layers.add_gradients ? 1.0f : 0.0f},
                                      kTokenEmbedding));
   BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
                                       .n = config_.width,

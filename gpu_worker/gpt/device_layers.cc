@@ -50,7 +50,7 @@ absl::Status LinearGradients(const LayerPass& pass, const Linear& linear, const 
                                     .b = in,
                                     .out = pass.gradient(linear.weight),
                                     .out_is_fp32 = true,
-                                    .accumulate = pass.add_gradients},
+                                    .beta = pass.add_gradients ? 1.0f : 0.0f},
                                    linear.weight));
   BALLAST_RETURN_IF_ERROR(Call(pass.events.gradient_ready, linear.weight));
   // This does not come before the product above, because the stream would wait for the bias's

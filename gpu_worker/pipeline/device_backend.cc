@@ -25,6 +25,9 @@
 //   there                                         the step is decided               gathered
 //   the next step's first forward,  compute       gathered, of its buckets
 //   layer by layer
+//   ------------------------------  ------------  --------------------------------  --------------
+//   Muon's second round, between    communicate   the host's notice
+//   the decision and the weights
 //
 // With the optimizer on the device the rounding writes to the chunk's own place, `there` is
 // recorded after it on `communicate`, and nothing is copied out or in; the next forward begins when
@@ -40,6 +43,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/device/stream_seconds.h"
+#include "gpu_worker/muon/device_second_round.h"
 #include "gpu_worker/pipeline/device_buckets.h"
 #include "gpu_worker/pipeline/device_reduction.h"
 #include "gpu_worker/pipeline/device_spaces.h"
@@ -51,7 +55,7 @@
 namespace ballast::worker {
 namespace {
 
-class DeviceBackend final : public TrainingBackend {
+class DeviceBackend final : public TrainingBackend, private SecondRound {
  public:
   DeviceBackend(const DeviceBackendOptions& options, const DeviceBackendParts& parts)
       : options_(options),
@@ -83,6 +87,9 @@ class DeviceBackend final : public TrainingBackend {
   absl::Status ExpectWeights() override;
   absl::Status StartForward(const MicroStepInput& input) override;
   void AbandonWeights() override;
+  SecondRound* second_round() override { return second_round_ == nullptr ? nullptr : this; }
+  absl::Span<std::byte> chunk(int index) override { return second_round_->chunk(index); }
+  absl::Status Run(uint64_t step, absl::Span<const HyperParameters> values) override;
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
@@ -122,6 +129,7 @@ class DeviceBackend final : public TrainingBackend {
   std::unique_ptr<DeviceBuckets> buckets_;
   std::unique_ptr<DeviceReduction> reduction_;
   std::unique_ptr<WeightsReturn> weights_;
+  std::unique_ptr<DeviceSecondRound> second_round_;  // Nullable.
   std::unique_ptr<DeviceGpt> model_;
   std::unique_ptr<GradientPath> gradient_path_;
 
@@ -373,6 +381,18 @@ absl::Status DeviceBackend::GatherWeights() {
   return errors_.failure();
 }
 
+// On the thread that gives all collectives: of what was given before, weights are still gathered.
+absl::Status DeviceBackend::Run(uint64_t step, absl::Span<const HyperParameters> values) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  gradient_path_->Give([&] {
+    Fail(second_round_->Run(*streams_.communicate, step, values),
+         absl::StrCat("step ", step, ": Muon's second round"))
+        .IgnoreError();
+  });
+  gradient_path_->WaitGiven();
+  return errors_.failure();
+}
+
 absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
   Check(to.size() <= spaces_.weights[group]->size_bytes(), "a flat space is read, and not past it");
@@ -441,6 +461,12 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
       *trace_);
   BALLAST_RETURN_IF_ERROR(ExplainMemory(weights.status(), job_, needs));
   weights_ = *std::move(weights);
+  if (job_.spec.newton_schulz == Orthogonalizer::kWorkers) {
+    absl::StatusOr<std::unique_ptr<DeviceSecondRound>> round =
+        DeviceSecondRound::Create(device, parts_.matmul, parts_.collective, job_);
+    BALLAST_RETURN_IF_ERROR(ExplainMemory(round.status(), job_, needs));
+    second_round_ = *std::move(round);
+  }
   BALLAST_ASSIGN_OR_RETURN(model_, make_model({device, *streams_.compute, parts_.matmul}));
   model_->Place(job_.layout, {.weights = DeviceSpaces::PointersTo<BFloat16Bits>(spaces_.weights),
                               .gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients)});

@@ -99,6 +99,11 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
   line.Add("optimizer-rule", job.rule, rules,
            "The update rule. adam is AdamW; sgd has momentum 0.9; muon is for the matrices of the "
            "blocks, with AdamW for the rest, and its steps are as large as AdamW's");
+  line.Add(
+      "newton-schulz", job.newton_schulz,
+      {{"service", Orthogonalizer::kService}, {"workers", Orthogonalizer::kWorkers}},
+      "muon: who orthogonalizes. service: its processors; workers: their devices, and bits follow "
+      "from these. Default: workers with --device=cuda");
   line.Add("weight-decay", job.weight_decay, "Of matrices and embeddings");
   line.Add("max-norm", trainer.max_norm,
            "Gradients are clipped to this global norm; 0: no clipping");
@@ -238,6 +243,17 @@ absl::Status CheckModel(const Given& given, const Texts& texts, WorkerFlags& fla
   return absl::OkStatus();
 }
 
+absl::Status CheckNewtonSchulz(const Given& given, WorkerFlags& flags) {
+  TrainingJobOptions& job = flags.options.job;
+  const bool is_given = given.line.Has("newton-schulz");
+  if (job.rule != Rule::kMuon) {
+    if (!is_given) return absl::OkStatus();
+    return absl::InvalidArgumentError("--newton-schulz needs --optimizer-rule=muon");
+  }
+  if (!is_given && flags.device == DeviceKind::kCuda) job.newton_schulz = Orthogonalizer::kWorkers;
+  return absl::OkStatus();
+}
+
 absl::Status CheckDeviceAndOptimizer(const Given& given, const WorkerFlags& flags) {
   if (flags.device == DeviceKind::kCpu) {
     BALLAST_RETURN_IF_ERROR(given.CheckUnused({"collective"}, "needs GPUs; give --device=cuda"));
@@ -257,6 +273,7 @@ absl::Status Check(const Given& given, const Texts& texts, WorkerFlags& flags) {
   BALLAST_RETURN_IF_ERROR(CheckModel(given, texts, flags));
   BALLAST_RETURN_IF_ERROR(CheckNumericFlags(given, texts, flags));
   BALLAST_RETURN_IF_ERROR(CheckDeviceAndOptimizer(given, flags));
+  BALLAST_RETURN_IF_ERROR(CheckNewtonSchulz(given, flags));
   const std::map<std::string, std::string>& values = given.line.values();
   options.backend_name = values.at("device");
   options.collective_name = values.at("collective");

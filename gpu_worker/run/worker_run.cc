@@ -115,6 +115,7 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--decay-end", absl::StrCat(rate.decay_end)},
           {"--weight-decay", absl::StrFormat("%a", options.job.weight_decay)},
           {"--optimizer-rule", std::string(RowOf(options.job.rule).name)},
+          {"--newton-schulz", absl::StrCat(static_cast<int>(options.job.newton_schulz))},
           {"--max-norm", absl::StrFormat("%a", trainer.max_norm)},
           {"--bucket-elements", absl::StrCat(options.job.bucket_elements)},
           {"--chunk-elements", absl::StrCat(options.job.chunk_elements)},

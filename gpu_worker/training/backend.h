@@ -35,6 +35,7 @@
 #include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/data.h"
+#include "gpu_worker/training/second_round.h"
 
 namespace ballast::worker {
 
@@ -143,6 +144,9 @@ class TrainingBackend {
   // memory, so that no rank waits for this one. The result of the next GatherWeights and of the
   // forward pass is void; the GatherWeights after that brings other weights.
   virtual void AbandonWeights() {}
+
+  // Null, unless this job's workers make Newton-Schulz.
+  virtual SecondRound* second_round() { return nullptr; }
 
   // A group's flat space of weights as the passes use them, in the format of the model.
   virtual absl::Status ReadWeights(int group, absl::Span<std::byte> to) = 0;

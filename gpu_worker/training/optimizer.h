@@ -13,11 +13,13 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/session.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "gpu_worker/training/backend.h"
 
 namespace ballast::worker {
@@ -55,6 +57,18 @@ class StepOptimizer : public GradientSink {
   // client::Session::Report; ignored without a service.
   virtual absl::Status Report(const RankReport& report) { return absl::OkStatus(); }
   virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) = 0;
+  // In a job whose workers make Newton-Schulz: as in client::Session. Not 0 after Join: Join has not
+  // put weights in place, because the ranks have to end that step's second round first, and
+  // ReceiveWeights brings them.
+  virtual uint64_t directions_step() const { return 0; }
+  virtual absl::StatusOr<std::vector<HyperParameters>> ReadDirections(
+      const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) {
+    return std::vector<HyperParameters>();
+  }
+  virtual absl::Status GiveOrthogonal(
+      const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) {
+    return absl::OkStatus();
+  }
   virtual absl::Status ReceiveWeights() = 0;
   // Duration of the last step's update: from the decision to the last chunk updated.
   virtual double update_seconds() const = 0;

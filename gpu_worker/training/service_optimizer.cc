@@ -67,6 +67,18 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override {
     return session().Seal(micro_steps, vote);
   }
+  uint64_t directions_step() const override { return session().directions_step(); }
+  absl::StatusOr<std::vector<HyperParameters>> ReadDirections(
+      const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) override {
+    return session().ReadDirections([&](int chunk, absl::Span<const std::byte> direction) {
+      place(first_ + chunk, direction);
+    });
+  }
+  absl::Status GiveOrthogonal(
+      const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) override {
+    return session().GiveOrthogonal(
+        [&](int chunk, absl::Span<std::byte> out) { fill(first_ + chunk, out); });
+  }
   absl::Status ReceiveWeights() override { return session().ReceiveWeights(); }
   double update_seconds() const override { return session().update_seconds(); }
   absl::StatusOr<client::JobCounts> ReadCounts() override { return session().ReadCounts(); }
@@ -95,6 +107,7 @@ class ServiceOptimizer final : public StepOptimizer {
       BALLAST_RETURN_IF_ERROR(session_->UploadWeights(
           [&](int chunk, absl::Span<float> out) { first_weights(first_ + chunk, out); }));
     }
+    if (session_->directions_step() != 0) return absl::OkStatus();
     return session_->ReadWeights();
   }
   client::Session& session() const {

@@ -67,7 +67,19 @@ absl::Status Trainer::Step(uint64_t step, const OnStep& on_step) {
     attempt_.sealing = true;  // From here on the step may become committed.
     BALLAST_RETURN_IF_ERROR(Seal());
     // After an ABORTED, too, this rank goes on to ShareDecision, where the others learn of it.
-    if (backend_.gathers_ahead()) {
+    bool all_receive = false;
+    if (backend_.gathers_ahead() || backend_.second_round() != nullptr) {
+      // What follows needs all ranks. So it is begun only if all of them are known to have the
+      // decision.
+      BALLAST_RETURN_IF_ERROR(ShareDecision());
+      all_receive = !lost_ && attempt_.report.applied;
+    }
+    if (all_receive && backend_.second_round() != nullptr) {
+      Stopwatch stopwatch;
+      BALLAST_RETURN_IF_ERROR(UnlessLost(Orthogonalize(step)));
+      NoteInGap(attempt_.report.times.update, stopwatch.Lap());
+    }
+    if (all_receive && backend_.gathers_ahead()) {
       BALLAST_RETURN_IF_ERROR(ReceiveUnderNextForward());
     } else {
       BALLAST_RETURN_IF_ERROR(Receive());
@@ -228,6 +240,24 @@ absl::Status Trainer::Seal() {
   return absl::OkStatus();
 }
 
+// All ranks are in it. ABORTED: this rank's part is void.
+absl::Status Trainer::Orthogonalize(uint64_t step) {
+  const TimelineScope scope(timeline_, Track::kOrthogonalize, {.step = step});
+  SecondRound& round = *backend_.second_round();
+  const absl::StatusOr<std::vector<HyperParameters>> values =
+      optimizer_.ReadDirections([&](int chunk, absl::Span<const std::byte> direction) {
+        std::ranges::copy(direction, round.chunk(chunk).begin());
+      });
+  if (!values.ok() && !absl::IsAborted(values.status())) return values.status();
+  // Without values, too: the other ranks may be in its collectives.
+  BALLAST_RETURN_IF_ERROR(
+      round.Run(step, values.ok() ? *values : absl::Span<const HyperParameters>()));
+  if (!values.ok() || values->empty()) return values.status();
+  return optimizer_.GiveOrthogonal([&](int chunk, absl::Span<std::byte> out) {
+    std::ranges::copy(round.chunk(chunk), out.begin());
+  });
+}
+
 // No pass runs meanwhile: all of it is exposed.
 absl::Status Trainer::Receive() {
   forward_ahead_ = false;
@@ -266,17 +296,15 @@ absl::Status Trainer::ReceiveWeights() {
 // forward pass begins with those that have arrived. The backend reports that pass's waits when its
 // step is finished; from its start on nothing here is exposed.
 absl::Status Trainer::ReceiveUnderNextForward() {
-  // A gather needs all ranks. So it is begun only once all of them are known to have the decision.
-  BALLAST_RETURN_IF_ERROR(ShareDecision());
-  if (lost_ || !attempt_.report.applied) return Receive();
   BALLAST_RETURN_IF_ERROR(backend_.ExpectWeights());
   attempt_.gathered = true;
   Stopwatch stopwatch;
   absl::Status received;
-  // StartForward waits for weights on the host, so another thread must receive them.
+  // StartForward waits for weights on the host, so another thread must receive them. In Muon's second
+  // round this rank may have lost the step.
   // Until the join below lost_ is the receiver's alone: StartNextForward does not use it.
   std::thread receiver([&] {
-    received = ReceiveWeights();
+    if (!lost_) received = ReceiveWeights();
     if (!received.ok() || lost_) backend_.AbandonWeights();
   });
   const absl::Status forward = StartNextForward();

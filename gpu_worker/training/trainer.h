@@ -56,7 +56,7 @@ struct StepTimes {
   double compute = 0;  // Forward and backward.
   double reduce = 0;   // Waiting for the last buckets' reduce-scatter.
   double send = 0;     // Waiting for the last gradients to be handed over, and for the decision.
-  double update = 0;   // The optimizer's arithmetic, from the decision on.
+  double update = 0;  // The optimizer's arithmetic, from the decision on. With Muon's second round.
   double receive = 0;  // Waiting for new weights beyond that, and the all-gather. Where the next
                        // step's passes begin meanwhile, that step has these waits; and what else
                        // kept a GPU from its first pass.
@@ -135,12 +135,14 @@ class Trainer {
   absl::Status SumLoss();
   absl::Status Report();
   absl::Status Seal();
+  absl::Status Orthogonalize(uint64_t step);
   absl::Status Receive();
   absl::Status ReceiveWeights();
   absl::Status ReceiveUnderNextForward();
   absl::Status StartNextForward();
   absl::Status ShareDecision();
   absl::Status JoinAgain();
+  absl::Status EndSecondRound();
   absl::Status UseOptimizersMemory();
   absl::Status LeaveOptimizersMemory();
   void LogTransportIfNew();

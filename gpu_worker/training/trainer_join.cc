@@ -53,7 +53,12 @@ absl::Status Trainer::Join() {
     if (!status.ok() && !absl::IsAborted(status)) return status;
     // After an ABORTED a rank takes part, too: the others are in this collective and need its
     // answer.
-    BALLAST_ASSIGN_OR_RETURN(const bool together, JoinedTogether(status.ok()));
+    BALLAST_ASSIGN_OR_RETURN(bool together, JoinedTogether(status.ok()));
+    if (together && optimizer_.directions_step() != 0) {
+      status = EndSecondRound();
+      if (!status.ok() && !absl::IsAborted(status)) return status;
+      BALLAST_ASSIGN_OR_RETURN(together, JoinedTogether(status.ok()));
+    }
     if (!together) continue;
     // All ranks have the same step now, so none is left alone in what follows.
     if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
@@ -68,6 +73,12 @@ absl::Status Trainer::Join() {
       absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
                    " times and were never at the same step (", status.message(),
                    "); find out who takes a rank or loads checkpoints all the time"));
+}
+
+// Of a step that the ranks before these have sealed.
+absl::Status Trainer::EndSecondRound() {
+  BALLAST_RETURN_IF_ERROR(Orthogonalize(optimizer_.directions_step()));
+  return optimizer_.ReceiveWeights();
 }
 
 absl::Status Trainer::UseOptimizersMemory() {
@@ -99,18 +110,20 @@ absl::Status Trainer::PastTheLastStep() const {
 }
 
 absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {
-  // It has four words of 8 bytes and so no padding, which would be sent as it is.
+  // It has words of 8 bytes and so no padding, which would be sent as it is.
   struct Place {
     uint64_t joined = 0;
     uint64_t epoch = 0;
     uint64_t generation = 0;
     uint64_t committed_step = 0;
+    uint64_t directions_step = 0;
     bool operator==(const Place&) const = default;
   };
   Place mine;
   if (joined) {
     const Generation generation = optimizer_.generation();
-    mine = {1, generation.epoch, generation.count, optimizer_.committed_step()};
+    mine = {1, generation.epoch, generation.count, optimizer_.committed_step(),
+            optimizer_.directions_step()};
   }
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Place> places, Share(mine, collective_));
   // The step alone is not enough: a session of an older generation has ended, and its rank would

@@ -52,6 +52,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   spec.max_micro_steps = options.micro_steps;
   spec.update_mode = options.update_mode;
   spec.keep_previous = options.keep_previous;
+  spec.newton_schulz = options.newton_schulz;
   spec.layout.world_size = options.world_size;
   spec.layout.group_count = static_cast<int>(spec.groups.size());
   spec.layout.chunk_elements = options.chunk_elements;

@@ -28,6 +28,8 @@ struct TrainingJobOptions {
   int world_size = 1;
   // Of all groups. With Muon, which takes the blocks' matrices, the others have AdamW.
   Rule rule = Rule::kAdam;
+  // Who makes Newton-Schulz of Muon's directions.
+  Orthogonalizer newton_schulz = Orthogonalizer::kService;
   double lr = 1e-3;
   double weight_decay = 0.1;               // The decay group's, and the matrices'.
   uint32_t micro_steps = 1;                // The maximal number of a step; 0: any number.

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
 #include "proto/frame.h"
 #include "proto/status.h"
 #include "server/call_errors.h"
@@ -35,9 +36,7 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
     Finish(proto::ToGrpc(opened));
     return;
   }
-  v1::ReadWeightsResponse message;
-  message.set_step(step_);
-  Write(proto::SerializeControl(message));
+  Write(proto::SerializeControl(first_));
 }
 
 void WeightsReader::Write(grpc::ByteBuffer bytes) {
@@ -83,6 +82,14 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
+  }
+  first_.set_step(step_);
+  if (directions_) {
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<HyperParameters> values,
+                             job_->ValuesOfDirections(step_));
+    for (const HyperParameters& of_group : values) {
+      *first_.add_hyper_parameters() = proto::ToProto(of_group);
+    }
   }
   return ChooseChunks(request);
 }

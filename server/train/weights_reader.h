@@ -38,7 +38,8 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   Generation generation_;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
   bool directions_ = false;  // They are read, not weights.
-  int first_of_rank_ = 0;    // Layout::first_of_rank of the rank whose weights are read.
+  v1::ReadWeightsResponse first_;
+  int first_of_rank_ = 0;  // Layout::first_of_rank of the rank whose weights are read.
   std::vector<int> chunks_;
   size_t next_ = 0;
   grpc::ByteBuffer write_buffer_;

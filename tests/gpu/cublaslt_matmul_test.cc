@@ -126,10 +126,31 @@ TEST_F(CublasLtMatmulTest, MultipliesIntoFp32AndAddsToIt) {
     std::vector<double> expected = Product();
     ExpectClose("element", Download(out), expected, 1e-6, SumError());
 
-    matmul.accumulate = true;
+    matmul.beta = 1;
     Multiply(matmul);
     for (double& value : expected) value *= 2;
     ExpectClose("element of the sum", Download(out), expected, 1e-6, 2 * SumError());
+  }
+}
+
+// As Newton-Schulz needs it.
+TEST_F(CublasLtMatmulTest, ScalesAndAddsInBFloat16) {
+  for (const Way& way : {Way{}, Way{.transpose_b = true}}) {
+    for (const Shape& shape : kLayers) {
+      Matmul matmul = Operands(way, shape);
+      const std::vector<BFloat16Bits> before = RandomBFloat16(shape.m * shape.n, 3);
+      const auto out = Upload(before);
+      matmul.out = out.data();
+      matmul.alpha = 2.0315f;
+      matmul.beta = -4.775f;
+      Multiply(matmul);
+      std::vector<double> expected = Product();
+      for (size_t i = 0; i < expected.size(); ++i) {
+        expected[i] =
+            double{matmul.alpha} * expected[i] + double{matmul.beta} * BFloat16ToFloat(before[i]);
+      }
+      ExpectRounded(out, expected);
+    }
   }
 }
 

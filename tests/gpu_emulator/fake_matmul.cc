@@ -58,10 +58,12 @@ std::vector<float> Product(const Matmul& matmul) {
 float Finish(const Matmul& matmul, float value, int64_t at, int64_t column) {
   switch (matmul.epilogue) {
     case MatmulEpilogue::kNone:
-      if (!matmul.accumulate) return value;
-      return value + (matmul.out_is_fp32
-                          ? static_cast<const float*>(matmul.out)[at]
-                          : BFloat16ToFloat(static_cast<const BFloat16Bits*>(matmul.out)[at]));
+      value *= matmul.alpha;
+      if (matmul.beta == 0) return value;
+      return value + matmul.beta *
+                         (matmul.out_is_fp32
+                              ? static_cast<const float*>(matmul.out)[at]
+                              : BFloat16ToFloat(static_cast<const BFloat16Bits*>(matmul.out)[at]));
     case MatmulEpilogue::kBias:
       return value + BFloat16ToFloat(matmul.bias[column]);
     case MatmulEpilogue::kBiasGelu:
@@ -103,8 +105,9 @@ class FakeMatmul final : public DeviceMatmul {
   static void CheckArguments(const Matmul& matmul) {
     const MatmulEpilogue epilogue = matmul.epilogue;
     Check(matmul.m > 0 && matmul.n > 0 && matmul.k > 0, "a product has elements");
-    Check(epilogue == MatmulEpilogue::kNone || (!matmul.out_is_fp32 && !matmul.accumulate),
-          "fp32 and accumulation go with no epilogue");
+    Check(epilogue == MatmulEpilogue::kNone ||
+              (!matmul.out_is_fp32 && matmul.alpha == 1 && matmul.beta == 0),
+          "fp32 and factors go with no epilogue");
     const bool biased = epilogue == MatmulEpilogue::kBias || epilogue == MatmulEpilogue::kBiasGelu;
     Check(!biased || matmul.bias != nullptr, "the epilogue has its bias");
     const bool needs_aux =

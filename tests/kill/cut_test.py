@@ -10,7 +10,7 @@ import sys
 
 from cutting_proxy import CuttingProxy
 from kill_test import TRAINING, drawn_anew, run_all
-from runs import TRANSPORTS, Run, difference, result_of
+from runs import Mode, Run, difference, result_of
 
 CUTS = 8  # At most, of both workers' connections together.
 # Before a cut, at most: a few steps' worth, of which shared memory leaves only small messages.
@@ -19,10 +19,10 @@ MOST_BYTES = {"never": 150_000, "auto": 4_000}
 
 def one_draw(folder, service, undisturbed, name, seed):
     """None if the run was over before anything was cut."""
-    shared = random.Random(f"{seed}/shared").choice(list(TRANSPORTS))
-    proxy = CuttingProxy(service.address, seed, CUTS, most_bytes=MOST_BYTES[shared])
+    mode = Mode.draw(random.Random(f"{seed}/mode"))
+    proxy = CuttingProxy(service.address, seed, CUTS, most_bytes=MOST_BYTES[mode.shared_memory])
     try:
-        run = Run(folder, proxy.address, name, TRAINING, flags=[f"--shared-memory={shared}"])
+        run = Run(folder, proxy.address, name, TRAINING, flags=mode.flags())
         try:
             run.await_step(random.Random(seed).randrange(1, 5))
             proxy.enable()
@@ -32,9 +32,8 @@ def one_draw(folder, service, undisturbed, name, seed):
             problem = difference(result_of(run, service), undisturbed)
             if problem:
                 raise AssertionError(problem)
-            if run.transport() != TRANSPORTS[shared]:
-                raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
             job = service.job(name)
+            mode.check(run, job)
             if job["generation"] != {"epoch": 1, "count": 1} or job["coverage_complete_steps"] != TRAINING.steps:
                 raise AssertionError(f"generation {job['generation']}, coverage complete in "
                                      f"{job['coverage_complete_steps']} steps")
@@ -42,7 +41,7 @@ def one_draw(folder, service, undisturbed, name, seed):
             if not proxy.done:
                 return None
             cuts = ", ".join(f"{count} x {how}" for how, count in sorted(proxy.done.items()))
-            return f"{TRANSPORTS[shared]}, cut {cuts}; same bits"
+            return f"{mode}, cut {cuts}; same bits"
         except Exception as error:
             raise AssertionError(f"{error}\n  cut: {dict(proxy.done)}{run.story()}") from error
         finally:

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 
-from runs import TRANSPORTS, Run, Service, Training, await_, difference, result_of, undisturbed_result
+from runs import Mode, Run, Service, Training, await_, difference, result_of, undisturbed_result
 
 TRAINING = Training(rule="muon")
 AT_ONCE = 2
@@ -69,11 +69,8 @@ def drawn_anew(one_draw):
 def one_draw(folder, service, undisturbed, name, seed):
     """None if the run was over before anybody could be killed."""
     kills = plan(random.Random(seed))
-    # The undisturbed run speculates; no mode has bits of its own.
-    mode = random.Random(seed).choice(["speculate", "wait"])
-    shared = random.Random(f"{seed}/shared").choice(list(TRANSPORTS))
-    run = Run(folder, service.address, name, TRAINING, max_restarts=len(kills),
-              flags=[f"--update={mode}", f"--shared-memory={shared}"])
+    mode = Mode.draw(random.Random(f"{seed}/mode"))
+    run = Run(folder, service.address, name, TRAINING, max_restarts=len(kills), flags=mode.flags())
     try:
         hit = disturb(run, kills)
         code = run.wait()
@@ -85,9 +82,8 @@ def one_draw(folder, service, undisturbed, name, seed):
         problem = difference(result_of(run, service), undisturbed, deaths=len(hit))
         if problem:
             raise AssertionError(problem)
-        if run.transport() != TRANSPORTS[shared]:
-            raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
         job = service.job(name)
+        mode.check(run, job)
         if job["coverage_complete_steps"] != TRAINING.steps:
             raise AssertionError(f"coverage complete in {job['coverage_complete_steps']} steps")
         service.ask("close", name, "--force")
@@ -95,7 +91,7 @@ def one_draw(folder, service, undisturbed, name, seed):
             return None
         kills_done.append(len(hit))
         generations.append(job["generation"]["count"])
-        return f"{mode}, {TRANSPORTS[shared]}, killed {', '.join(hit)}; generation {job['generation']}; same bits"
+        return f"{mode}, killed {', '.join(hit)}; generation {job['generation']}; same bits"
     except Exception as error:
         raise AssertionError(f"{error}\n  to be killed (step, delay, rank): {kills}{run.story()}") from error
     finally:

@@ -37,6 +37,32 @@ TELLS_ITS_PID = 'echo $$ >"$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new"; ' \
 
 # How gradients and weights travel, by --shared-memory.
 TRANSPORTS = {"auto": "shared memory", "never": "the connection"}
+MAKERS = {"service": "BY_SERVICE", "workers": "BY_WORKERS"}  # By --newton-schulz.
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a training with Muon works. None has bits of its own: workers on CPUs make Newton-Schulz as the service does."""
+    update: str
+    shared_memory: str
+    newton_schulz: str
+
+    @classmethod
+    def draw(cls, source):
+        return cls(source.choice(["speculate", "wait"]), source.choice(list(TRANSPORTS)), source.choice(list(MAKERS)))
+
+    def flags(self):
+        return [f"--update={self.update}", f"--shared-memory={self.shared_memory}", f"--newton-schulz={self.newton_schulz}"]
+
+    def check(self, run, job):
+        """That it was in force."""
+        if run.transport() != TRANSPORTS[self.shared_memory]:
+            raise AssertionError(f"--shared-memory={self.shared_memory}, but all went through {run.transport()}")
+        if job["newton_schulz"] != MAKERS[self.newton_schulz]:
+            raise AssertionError(f"--newton-schulz={self.newton_schulz}, but the job has {job['newton_schulz']}")
+
+    def __str__(self):
+        return f"{self.update}, {TRANSPORTS[self.shared_memory]}, Newton-Schulz by {self.newton_schulz}"
 
 
 class Service(processes.Service):
@@ -77,7 +103,8 @@ def served(service):
 
 
 # What a service's log says of what a process had died in; the first that fits.
-RECOVERIES = {"update": " was decided, and ", "gradients": "had been given", "load": ", and loads ",
+RECOVERIES = {"second round": "the second round of step", "update": " was decided, and ",
+              "gradients": "had been given", "load": ", and loads ",
               "first weights": "awaits first weights", "done again": "is done again by its ranks",
               "skipped": " is skipped: ", "idle": ""}
 

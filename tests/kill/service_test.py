@@ -10,6 +10,7 @@ prints one line a run. Only the instants depend on the seed, and what they hit o
 
 import collections
 import contextlib
+import dataclasses
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ import time
 import runs
 from kill_test import TRAINING, run_all
 from processes import HeldPort, await_, state_of
-from runs import TRANSPORTS, Run, Service, child_of, difference, read, recoveries, result_of, served
+from runs import TRANSPORTS, Mode, Run, Service, child_of, difference, read, recoveries, result_of, served
 
 LONGEST_LIFE = 0.25   # Seconds from an answer of the service to its next death.
 LONGEST_DELAY = 0.01  # Or from a step's end, where no parent keeps the socket and workers take longer to come back.
@@ -85,8 +86,7 @@ def kill_until_over(run, service, in_directory, seed):
 
 def one_run(folder, _, undisturbed, name, seed):
     draw = random.Random(seed)
-    mode = draw.choice(["speculate", "wait"])
-    shared = draw.choice(list(TRANSPORTS))
+    mode = Mode.draw(draw)
     # In every third run the service dies with all of its processes; once with shared memory, which
     # then is gone, once without.
     number = int(name.split("-")[1])
@@ -95,11 +95,10 @@ def one_run(folder, _, undisturbed, name, seed):
     port = HeldPort()
     if in_directory:
         state = tempfile.mkdtemp(prefix="ballast-state-", dir="/dev/shm")
-        shared = list(TRANSPORTS)[number // 3 % 2]
+        mode = dataclasses.replace(mode, shared_memory=list(TRANSPORTS)[number // 3 % 2])
         flags = [f"--state-dir={state}", f"--holder={draw.choice(['parent', 'none'])}"]
     service = Service(folder, *flags, "--log-level=debug", listen=port.address)
-    run = Run(folder, service.address, name, TRAINING,
-              flags=[f"--update={mode}", f"--shared-memory={shared}"])
+    run = Run(folder, service.address, name, TRAINING, flags=mode.flags())
     try:
         kills = kill_until_over(run, service, in_directory, f"{seed}/kills")
         code = run.wait()
@@ -110,9 +109,8 @@ def one_run(folder, _, undisturbed, name, seed):
         problem = difference(result_of(run, service), undisturbed)
         if problem:
             raise AssertionError(problem)
-        if run.transport() != TRANSPORTS[shared]:
-            raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
         job = service.job(name)
+        mode.check(run, job)
         if job["coverage_complete_steps"] != TRAINING.steps:
             raise AssertionError(f"coverage complete in {job['coverage_complete_steps']} steps")
         story = read(service.log)
@@ -120,8 +118,9 @@ def one_run(folder, _, undisturbed, name, seed):
         found = recoveries(story)
         recovered.update(found)
         what = f"all of the service ({flags[1]})" if in_directory else "the service"
-        return (f"{mode}, {TRANSPORTS[shared]}, {what} killed {kills} times: {found['update']} decided steps rolled "
-                f"forward, {found['gradients']} undecided kept, {found['done again']} done again; same bits")
+        return (f"{mode}, {what} killed {kills} times: {found['update']} decided steps rolled "
+                f"forward, {found['second round']} second rounds gone on with, {found['gradients']} undecided kept, "
+                f"{found['done again']} done again; same bits")
     except Exception as error:
         raise AssertionError(f"{error}\n  the service said:{runs.tail(service.log, 30)}{run.story()}") from error
     finally:

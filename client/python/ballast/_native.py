@@ -143,7 +143,7 @@ _FUNCTIONS = {
     "ballast_vote": [c.c_void_p, c.POINTER(Ballot), c.POINTER(Decision)],
     "ballast_seal_and_vote": [c.c_void_p, c.c_uint32, c.POINTER(Ballot), c.POINTER(Decision)],
     "ballast_discard": [c.c_void_p],
-    "ballast_read_directions": [c.c_void_p, _POINTERS, c.c_size_t, c.POINTER(c.c_int32)],
+    "ballast_read_directions": [c.c_void_p, _POINTERS, c.c_size_t, c.POINTER(HyperParameters), c.POINTER(c.c_int32)],
     "ballast_give_orthogonal": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_receive_weights": [c.c_void_p],
     "ballast_await_weights": [c.c_void_p, c.POINTER(c.c_size_t), c.c_size_t],

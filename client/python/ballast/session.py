@@ -103,6 +103,11 @@ class HyperParameters:
     def _native(self) -> _native.HyperParameters:
         return _native.HyperParameters(rule=RULES[self.rule].number, **self.fields())
 
+    @classmethod
+    def _of_native(cls, given: _native.HyperParameters) -> HyperParameters:
+        rule = next(name for name, row in RULES.items() if row.number == given.rule)
+        return cls.of_fields({"rule": rule, **{name: getattr(given, name) for name in cls(rule=rule).fields()}})
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -567,15 +572,17 @@ class Session:
         ranks have to discard equally often, each at any time, before one can seal."""
         self._wait("ballast_discard")
 
-    def read_directions(self, addresses: Sequence[int | None]) -> bool:
+    def read_directions(self, addresses: Sequence[int | None]) -> list[HyperParameters]:
         """In a job with newton_schulz "workers", after each applied decision and before `receive_weights`. Waits for
         the directions of parameters with the rule "muon", and writes this rank's elements of them to the addresses,
         row-major in bfloat16; None for parameters of other rules. Ranks put matrices together from their elements, and
-        orthogonalize them. False: nothing is to be given, because the step changes no matrix, or an operator has ended
-        the round."""
+        orthogonalize them. Returns the step's hyper-parameters, by group of the job: O is made with them. Empty:
+        nothing is to be given, because the step changes no matrix, or an operator has ended the round."""
         wanted = ctypes.c_int32()
-        self._wait("ballast_read_directions", _native.pointers(list(addresses)), len(addresses), ctypes.byref(wanted))
-        return bool(wanted.value)
+        values = (_native.HyperParameters * len(self.job.groups))()
+        self._wait("ballast_read_directions", _native.pointers(list(addresses)), len(addresses), values,
+                   ctypes.byref(wanted))
+        return [HyperParameters._of_native(of_group) for of_group in values] if wanted.value else []
 
     def give_orthogonal(self, addresses: Sequence[int | None]) -> None:
         """What became of the directions: this rank's elements, in bfloat16. The memory may be reused afterwards."""

@@ -124,6 +124,7 @@ class JobImpl : public Job {
   absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                          absl::Span<std::byte> out) override;
   absl::Status ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) override;
+  absl::StatusOr<std::vector<HyperParameters>> ValuesOfDirections(uint64_t step) override;
   absl::Status GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t chunk,
                               absl::Span<const absl::Span<const std::byte>> payload) override;
   void TellWaiting() override;

@@ -98,6 +98,16 @@ absl::Status JobImpl::ReadDirections(uint64_t step, int chunk, absl::Span<std::b
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::vector<HyperParameters>> JobImpl::ValuesOfDirections(uint64_t step) {
+  const JobCore::Lock lock(core_);
+  BALLAST_RETURN_IF_ERROR(CheckIsAtStep(step));
+  if (core_.gate.phase() == Phase::kDirections) return second_round_->update->hyper_parameters;
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat("no rank is to orthogonalize directions in step ",
+                                                 step, " of job ", spec().name)),
+      reason::kOtherStep);
+}
+
 absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t index,
                                      absl::Span<const absl::Span<const std::byte>> payload) {
   int64_t bytes = 0;

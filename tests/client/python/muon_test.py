@@ -425,13 +425,14 @@ class WorkersMuonTest(MuonTest):
         first = torch.ones(512, 2)
         for session in sessions:
             session.upload_weights([first.data_ptr()])
+        changed = ballast.HyperParameters(rule="muon", ns_steps=3, adjust_lr_fn="match_rms_adamw")
         for session in sessions:
-            session.begin_step()
+            session.begin_step(hyper_parameters=[changed])
             session.push_gradients([weights[0].data_ptr()], final=True)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             self.assertTrue(all(decision.applied for decision in pool.map(ballast.Session.seal_and_vote, sessions)))
         place = torch.zeros(512, 2, dtype=torch.bfloat16)
-        self.assertTrue(sessions[0].read_directions([place.data_ptr()]))
+        self.assertEqual(sessions[0].read_directions([place.data_ptr()]), [changed])
         with refused(self, ballast.FailedPreconditionError):
             sessions[0].receive_weights()
         sessions[0].give_orthogonal([place.data_ptr()])

@@ -306,7 +306,7 @@ class FakeTransport final : public Transport {
     response.set_chunks(static_cast<int64_t>(chunks.size()));
     return response;
   }
-  absl::StatusOr<uint64_t> ReadWeights(
+  absl::StatusOr<v1::ReadWeightsResponse> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
@@ -329,7 +329,9 @@ class FakeTransport final : public Transport {
       if (absl::Status status = place(header, {piece}); !status.ok()) return status;
     }
     if (failure.has_value()) return failure->status;
-    return read_step;
+    v1::ReadWeightsResponse first;
+    first.set_step(read_step);
+    return first;
   }
   std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
     if (on_stream) on_stream();

@@ -147,6 +147,34 @@ TEST(DeviceTraining, AStepOfWhichARankMissesTheWeightsIsReadAgainWithTheSameBits
   }
 }
 
+// In bf16 and by the device's products; the service has fp32. So the curve is the same, and the bits
+// are the device's own.
+TEST(DeviceTraining, MuonsSecondRoundIsMadeOnTheDevices) {
+  uint64_t seed = 20;
+  for (const int world_size : {1, 2}) {
+    Training training{.world_size = world_size, .steps = 3, .rule = Rule::kMuon};
+    Service by_service;
+    const Result reference = TrainWhole(training, ++seed, by_service.Optimizer());
+    training.newton_schulz = Orthogonalizer::kWorkers;
+    Service first;
+    const Result made = TrainWhole(training, ++seed, first.Optimizer());
+    for (size_t i = 0; i < made.reports.size(); ++i) {
+      EXPECT_NEAR(made.reports[i].loss, reference.reports[i].loss, 1e-3) << "step " << i + 1;
+    }
+    EXPECT_LT(made.reports.back().loss, made.reports.front().loss);
+    training.update_mode = UpdateMode::kWait;
+    for (const Verb verb : {Verb::kReadDirections, Verb::kGiveOrthogonal, Verb::kReceive}) {
+      Service service(client::SharedMemoryUse::kAuto);
+      const auto lose = [&] { return service.EndSessions(world_size - 1); };
+      ExpectSame(
+          TrainWhole(training, ++seed,
+                     Meddling(service.Optimizer(),
+                              OnceAt({.verb = verb, .rank = world_size - 1, .step = 2}, lose))),
+          made);
+    }
+  }
+}
+
 TEST(DeviceTraining, ALostDeviceIsOneLineAndLeavesTheJobAtItsCommittedStep) {
   Service service;
   std::atomic<bool> lost = false;

@@ -93,6 +93,18 @@ TEST(WorkerFlags, KeepPreviousIsTheJobs) {
   EXPECT_TRUE(Read({"--out=run", "--keep-previous"})->options.job.keep_previous);
 }
 
+TEST(WorkerFlags, MuonIsOrthogonalizedWhereThePassesRunIfThatIsAGpu) {
+  const auto of = [](std::vector<std::string> flags) {
+    flags.push_back("--optimizer-rule=muon");
+    return Read(flags)->options.job.newton_schulz;
+  };
+  EXPECT_EQ(of({}), Orthogonalizer::kService);
+  EXPECT_EQ(of({"--device=cuda"}), Orthogonalizer::kWorkers);
+  EXPECT_EQ(of({"--newton-schulz=workers"}), Orthogonalizer::kWorkers);
+  EXPECT_EQ(of({"--device=cuda", "--newton-schulz=service"}), Orthogonalizer::kService);
+  ExpectRefused({"--newton-schulz=workers"});
+}
+
 TEST(WorkerFlags, HaveAValueOfTheirChoices) {
   for (const auto& [flag, value] :
        {std::pair("--accumulate", "nowhere"), std::pair("--update", "never"),

@@ -18,7 +18,16 @@
 
 namespace ballast::worker {
 
-enum class Verb { kJoin, kBegin, kPush, kEndMicroStep, kSeal, kReceive };
+enum class Verb {
+  kJoin,
+  kBegin,
+  kPush,
+  kEndMicroStep,
+  kSeal,
+  kReadDirections,
+  kGiveOrthogonal,
+  kReceive
+};
 enum class When { kBefore, kAfter };
 
 struct Instant {
@@ -88,6 +97,21 @@ class MeddlingOptimizer final : public StepOptimizer {
     });
     if (!status.ok()) return status;
     return decision;
+  }
+  uint64_t directions_step() const override { return real_->directions_step(); }
+  absl::StatusOr<std::vector<HyperParameters>> ReadDirections(
+      const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) override {
+    absl::StatusOr<std::vector<HyperParameters>> values;
+    const absl::Status status = Around(Verb::kReadDirections, 0, [&] {
+      values = real_->ReadDirections(place);
+      return values.status();
+    });
+    if (!status.ok()) return status;
+    return values;
+  }
+  absl::Status GiveOrthogonal(
+      const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) override {
+    return Around(Verb::kGiveOrthogonal, 0, [&] { return real_->GiveOrthogonal(fill); });
   }
   absl::Status ReceiveWeights() override {
     return Around(Verb::kReceive, 0, [&] { return real_->ReceiveWeights(); });

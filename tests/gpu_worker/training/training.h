@@ -45,6 +45,13 @@ class Service {
     return engine_.FindJob(name).value();
   }
   Engine& engine() { return engine_; }
+  // As if the rank's process opened a session again: the sessions of all ranks end.
+  absl::Status EndSessions(int rank) {
+    const absl::StatusOr<Attachment> attached =
+        job()->Attach({.rank = rank, .process_id = job()->Status().ranks[rank].process_id});
+    EXPECT_TRUE(attached.ok()) << attached.status();
+    return absl::OkStatus();
+  }
 
  private:
   const client::SharedMemoryUse shared_memory_;  // Its workers'.
@@ -68,6 +75,8 @@ struct Training {
   std::string out = {};  // Empty: a directory that goes.
   bool resumes = false;
   bool keep_previous = false;
+  Rule rule = Rule::kAdam;
+  Orthogonalizer newton_schulz = Orthogonalizer::kService;
 };
 
 inline WorkerOptions OptionsOf(const Training& training) {
@@ -88,6 +97,8 @@ inline WorkerOptions OptionsOf(const Training& training) {
   options.job.weights_dtype = training.weights_dtype;
   options.job.update_mode = training.update_mode;
   options.job.keep_previous = training.keep_previous;
+  options.job.rule = training.rule;
+  options.job.newton_schulz = training.newton_schulz;
   options.trainer.max_norm = training.max_norm;
   options.save_directory = training.save;
   options.resumes = training.resumes;

@@ -102,17 +102,27 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
                  });
 }
 
-absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
+absl::StatusOr<v1::ReadWeightsResponse> EngineTransport::ReadWeights(
     const v1::ReadWeightsRequest& request, absl::Duration limit,
     const std::function<absl::Status(const v1::WeightHeader& header,
                                      client::PayloadPieces payload)>& place) {
   return WithJob(
       request.name(),
-      [&](Host::Visit& /*visit*/, const std::shared_ptr<Job>& job) -> absl::StatusOr<uint64_t> {
+      [&](Host::Visit& /*visit*/,
+          const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::ReadWeightsResponse> {
         const JobStatus status = job->Status();
         const uint64_t step = status.committed_step;
         if (request.has_step() && request.step() != step) {
           return absl::FailedPreconditionError("the job stands at another step");
+        }
+        v1::ReadWeightsResponse first;
+        first.set_step(step);
+        if (request.directions()) {
+          BALLAST_ASSIGN_OR_RETURN(const std::vector<HyperParameters> values,
+                                   job->ValuesOfDirections(step));
+          for (const HyperParameters& of_group : values) {
+            *first.add_hyper_parameters() = proto::ToProto(of_group);
+          }
         }
         for (const uint32_t chunk : request.chunks()) {
           const int in_job = static_cast<int>(chunk) + job->layout().first_of_rank(request.rank());
@@ -123,7 +133,7 @@ absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
           BALLAST_RETURN_IF_ERROR(
               place(server::MakeWeightHeader(step, static_cast<int>(chunk)), {weights.bytes()}));
         }
-        return step;
+        return first;
       });
 }
 

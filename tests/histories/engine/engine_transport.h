@@ -32,7 +32,7 @@ class EngineTransport final : public client::Transport {
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Duration limit, absl::Span<const int> chunks,
       const std::function<std::vector<std::byte>(int chunk)>& fill) override;
-  absl::StatusOr<uint64_t> ReadWeights(
+  absl::StatusOr<v1::ReadWeightsResponse> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header,
                                        client::PayloadPieces payload)>& place) override;

@@ -85,12 +85,12 @@ absl::Status SessionPlayer::Orthogonalize(int rank) {
   if (history_.job.newton_schulz == Orthogonalizer::kService) return absl::OkStatus();
   client::Session& session = *ranks_[rank].session;
   std::map<int, std::vector<std::byte>> directions;
-  BALLAST_ASSIGN_OR_RETURN(const bool are_wanted,
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<HyperParameters> values,
                            session.ReadDirections([&](int chunk, absl::Span<const std::byte> read) {
                              directions[chunk].assign(read.begin(), read.end());
                            }));
   // Until this rank has given its part the round goes on.
-  if (!are_wanted || directions.empty()) return absl::OkStatus();
+  if (values.empty() || directions.empty()) return absl::OkStatus();
   const auto made = stage_.MakeOrthogonal();
   // Where it was aborted meanwhile, anything can be given.
   if (!made.ok() && ReasonOf(made.status()) != reason::kOtherStep) return made.status();

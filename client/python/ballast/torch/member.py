@@ -94,7 +94,6 @@ class Member:
         check_memory(list(zip(self.names, self.parameters)))
         for parameter in self.parameters:
             patches.release(parameter)
-        self._values = hyper_parameters()
         self.orthogonalizer: Orthogonalizer | None = None
         self.module = options.module
         # An accelerator, or a trainer, may have wrapped the module since the optimizer was made.
@@ -277,13 +276,10 @@ class Member:
                 list(matrices), [job.parameters[index].group for index in matrices], self.parameters, self.places,
                 self.peers, self._ranks(), self.rank, self.options.process_group)
 
-    def orthogonalize(self, values: list[HyperParameters], knows: bool = True) -> None:
-        """All ranks, in an applied step: the second round, if they make it. values: by param group. knows: this rank's
-        session is in the round."""
-        self._values = values  # Should the round have to be made again.
+    def orthogonalize(self, knows: bool = True) -> None:
+        """All ranks, in an applied step: the second round, if they make it. knows: this rank's session is in it."""
         if self.orthogonalizer is not None:
-            self.orthogonalizer.run(self.session if knows else None,
-                                    [values[source] for source in self.described.source])
+            self.orthogonalizer.run(self.session if knows else None)
 
     def _end_second_round(self) -> bool:
         """All ranks have joined: ends the round that was outstanding. False: there is none."""
@@ -294,7 +290,7 @@ class Member:
             self._rounds += 1
             is_due = bool(self.peers.highest(f"second round {self._rounds}", (int(knows),))[0])
         if is_due:
-            self.orthogonalize(self._values, knows)
+            self.orthogonalize(knows)
             self.session.receive_weights() if knows else self.session.read_weights()
         return is_due
 

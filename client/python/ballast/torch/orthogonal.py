@@ -81,14 +81,13 @@ class Orthogonalizer:
             self._addresses[index] = address - (piece.begin[0] * self._host.element_size() if len(piece.begin) == 1 else 0)
             address += piece.numel() * self._host.element_size()
 
-    def run(self, session: Session | None, values: list[HyperParameters]) -> None:
-        """All ranks, once a step is decided and applied: gives what they have orthogonalized. values: by group of the
-        job. Also without a session in the round, or if an operator ends it meanwhile: others may be in the
-        exchange."""
-        wanted = session is not None and session.read_directions(self._addresses)
+    def run(self, session: Session | None) -> None:
+        """All ranks, once a step is decided and applied: gives what they have orthogonalized. Also without a session in
+        the round, or if an operator ends it meanwhile: others may be in the exchange."""
+        values = [] if session is None else session.read_directions(self._addresses)
         for batch in self._batches():
             self._run(batch, values)
-        if wanted:
+        if values:
             session.give_orthogonal(self._addresses)
 
     def _batches(self) -> Iterator[list[int]]:
@@ -103,6 +102,7 @@ class Orthogonalizer:
         yield batch
 
     def _run(self, batch: list[int], values: list[HyperParameters]) -> None:
+        """values: by group of the job; empty: no O counts."""
         own = [place for place in batch if self._owners[place] == self._rank]
         matrices = {place: torch.empty(self._shapes[place], dtype=torch.bfloat16, device=self._device) for place in own}
         # By rank, in the order of all_to_all.
@@ -116,7 +116,7 @@ class Orthogonalizer:
             for (place, piece), part in zip(of_rank, values_of_rank.split([piece.numel() for _, piece in of_rank])):
                 view = piece.of(matrices[place])
                 view.copy_(part.view(view.shape))
-        for place in own:
+        for place in own if values else []:
             value = values[self._groups[place]]
             matrices[place] = newton_schulz(matrices[place], value.ns_coefficients, value.ns_steps, value.eps).contiguous()
         back = self._exchange([torch.cat([piece.of(matrices[place]).reshape(-1) for place, piece in of_rank])

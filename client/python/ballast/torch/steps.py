@@ -244,7 +244,7 @@ class Steps:
         comes_later = flows.returning is not None and decision.applied
         if decision.applied and member.orthogonalizer is not None:
             flows.clock.lap("wait")
-            member.orthogonalize(self._hyper_parameters())
+            member.orthogonalize()
             flows.clock.lap("compute")
         if not comes_later:
             member.session.receive_weights()
