@@ -24,6 +24,7 @@ CASES = {
     "TCP": ["--transport=tcp"],
     "3,000 tensors": ["--transport=shared-memory", "--tensors=3000"],
     "two micro-steps": ["--transport=shared-memory", "--micro-steps=2"],
+    "Muon but for Newton-Schulz": ["--transport=shared-memory", "--rule=muon"],
     "speculating, clipped": ["--transport=shared-memory", "--update=speculate", "--clip=not-firing"],
 }
 SECONDS = ("total_seconds", "update_seconds")
@@ -47,8 +48,8 @@ def step(folder: pathlib.Path, options: list[str]) -> dict:
 
 
 def check_weights(hashes: dict, options: dict, weights: str) -> None:
-    """Only tensors, groups, micro-steps and clipping change the weights; here, micro-steps and tensors."""
-    key = options["micro_steps"], options["tensors"]
+    """Only tensors, groups, micro-steps, rule and clipping change the weights; here, all but groups and clipping."""
+    key = options["micro_steps"], options["tensors"], options["rule"]
     if hashes.setdefault(key, weights) != weights:
         raise Failed(f"the weights differ: {hashes[key][:16]}, but {weights[:16]} with {options}")
 

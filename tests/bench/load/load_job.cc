@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/rule.h"
 
 namespace ballast::bench {
 namespace {
@@ -33,6 +34,11 @@ constexpr double kEps = 0.1;
 
 constexpr double kDivisors[] = {1, 1.5, 2.25};
 constexpr double kMostDivisor = 2.25;
+
+std::vector<int64_t> ShapeOf(const LoadOptions& options, int64_t elements) {
+  if (options.rule == Rule::kMuon) return {elements, 1};  // Nobody makes Newton-Schulz.
+  return {elements};
+}
 
 double MaxNormOf(const LoadOptions& options) {
   // Micro-steps add up, and nothing is divided.
@@ -61,15 +67,17 @@ JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
   spec.name = name;
   spec.max_micro_steps = static_cast<uint32_t>(options.micro_steps);
   spec.update_mode = options.update;
+  if (options.rule == Rule::kMuon) spec.newton_schulz = Orthogonalizer::kWorkers;
   for (int64_t i = 0; i < options.groups; ++i) {
     spec.groups.push_back({.name = absl::StrCat("group", i)});
+    spec.groups.back().hyper_parameters = DefaultsOf(options.rule);
     spec.groups.back().hyper_parameters.eps = kEps;
   }
   const int64_t each = options.parameters / options.tensors;
   const int64_t rest = options.parameters % options.tensors;
   for (int64_t i = 0; i < options.tensors; ++i) {
     spec.layout.parameters.push_back({.name = absl::StrCat("tensor", i),
-                                      .shape = {each + (i < rest ? 1 : 0)},
+                                      .shape = ShapeOf(options, each + (i < rest ? 1 : 0)),
                                       .group = static_cast<int>(i % options.groups)});
   }
   const int ranks = static_cast<int>(options.ranks);

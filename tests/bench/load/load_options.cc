@@ -41,6 +41,8 @@ void AddFlags(LoadOptions& options, CommandLine& line) {
   line.Add<int64_t>("steps", options.steps, 1, 1'000'000, "that are measured");
   line.Add<int64_t>("warmup", options.warmup, 0, 1'000'000, "steps before those");
   line.Add<int64_t>("micro-steps", options.micro_steps, 1, 64, "in a step, summed by the service");
+  line.Add("rule", options.rule, {{"adam", Rule::kAdam}, {"muon", Rule::kMuon}},
+           "adam or muon; with muon ranks give directions back as they are, without Newton-Schulz");
   line.Add("update", options.update, Named({UpdateMode::kWait, UpdateMode::kSpeculate}),
            "wait or speculate");
   line.Add("clip", options.clipping,

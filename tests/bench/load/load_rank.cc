@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <numeric>
 #include <thread>
@@ -75,6 +76,9 @@ LoadRank::LoadRank(const LoadOptions& options, const JobSpec& spec, int rank)
     const GroupSpec& group = spec.groups[place.group];
     payload_bytes_up_ += place.elements * SizeBytes(group.wire_dtype) * options.micro_steps;
     payload_bytes_down_ += place.elements * SizeBytes(group.return_dtype);
+    if (options.rule != Rule::kMuon) continue;
+    payload_bytes_up_ += place.elements * SizeBytes(DType::kBFloat16);
+    payload_bytes_down_ += place.elements * SizeBytes(DType::kBFloat16);
   }
 }
 
@@ -111,8 +115,7 @@ absl::Status LoadRank::Open(std::shared_ptr<grpc::Channel> channel, const JobSpe
 
 absl::Status LoadRank::MakeGradients() {
   if (!session_->shares_memory()) {
-    // One micro-step's.
-    const auto bytes = static_cast<size_t>(payload_bytes_up_ / options_.micro_steps);
+    const auto bytes = static_cast<size_t>(partition_elements_ * SizeBytes(DType::kBFloat16));
     BALLAST_ASSIGN_OR_RETURN(own_gradients_, Pages::Map(bytes));
   }
   size_t offset = 0;
@@ -144,13 +147,29 @@ absl::StatusOr<RankStep> LoadRank::Step() {
       step.decision,
       session_->Seal(static_cast<uint32_t>(options_.micro_steps), LoadVote(options_)));
   const SteadyTime decided = Now();
+  if (options_.rule == Rule::kMuon) BALLAST_RETURN_IF_ERROR(MakeSecondRound());
+  const SteadyTime given = Now();
   BALLAST_RETURN_IF_ERROR(session_->ReceiveWeights());
   step.end = Now();
   step.decision_seconds = Seconds(decided - pushed);
-  step.weights_seconds = Seconds(step.end - decided);
+  step.round_seconds = Seconds(given - decided);
+  step.weights_seconds = Seconds(step.end - given);
   step.update_seconds = session_->update_seconds();
   BALLAST_RETURN_IF_ERROR(CheckDecision(step.decision));
   return step;
+}
+
+// Its own cost: O is what the directions are.
+absl::Status LoadRank::MakeSecondRound() {
+  const auto read =
+      session_->ReadDirections([this](int chunk, absl::Span<const std::byte> direction) {
+        directions_[chunk].assign(direction.begin(), direction.end());
+      });
+  BALLAST_RETURN_IF_ERROR(read.status());
+  if (read->empty()) return absl::InternalError("there was no second round");
+  return session_->GiveOrthogonal([this](int chunk, absl::Span<std::byte> out) {
+    std::ranges::copy(directions_[chunk], out.begin());
+  });
 }
 
 absl::Status LoadRank::PushMicroStep(uint32_t micro_step, RankStep& step) {

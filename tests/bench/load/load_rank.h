@@ -36,6 +36,7 @@ struct RankStep {
   double place_seconds = 0;     // Waiting until a place in shared memory might be written again.
   double push_seconds = 0;      // In Push: nearly all of it because the window was full.
   double decision_seconds = 0;  // In Seal.
+  double round_seconds = 0;     // With Muon: reading directions and giving them back.
   double weights_seconds = 0;   // In ReceiveWeights.
   double update_seconds = 0;    // From decision to last chunk updated, as the service says.
   client::StepDecision decision;
@@ -94,6 +95,7 @@ class LoadRank {
   absl::Status MakeGradients();
   absl::Status PushMicroStep(uint32_t micro_step, RankStep& step);
   absl::Status PushChunk(int chunk, uint32_t micro_step, RankStep& step);
+  absl::Status MakeSecondRound();
   absl::Status CheckDecision(const client::StepDecision& decision) const;
   // Of which micro-step `micro_step` has made `elements` so far.
   SteadyTime DueAt(SteadyTime begin, uint32_t micro_step, int64_t elements) const;
@@ -110,6 +112,7 @@ class LoadRank {
   int64_t payload_bytes_down_ = 0;
   Pages own_gradients_;                                 // Without memory in common.
   std::vector<absl::Span<const std::byte>> gradients_;  // By chunk.
+  std::map<int, std::vector<std::byte>> directions_;    // By chunk.
   PlacesInUse places_;
   std::unique_ptr<client::Session> session_;  // Last: it borrows the above.
 };

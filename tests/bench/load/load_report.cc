@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/rule.h"
 
 namespace ballast::bench {
 namespace {
@@ -19,12 +20,11 @@ struct Part {
   const char* name;
   double RankStep::*seconds;
 };
-constexpr Part kParts[] = {{"pace_seconds", &RankStep::pace_seconds},
-                           {"place_seconds", &RankStep::place_seconds},
-                           {"push_seconds", &RankStep::push_seconds},
-                           {"decision_seconds", &RankStep::decision_seconds},
-                           {"weights_seconds", &RankStep::weights_seconds},
-                           {"update_seconds", &RankStep::update_seconds}};
+constexpr Part kParts[] = {
+    {"pace_seconds", &RankStep::pace_seconds},    {"place_seconds", &RankStep::place_seconds},
+    {"push_seconds", &RankStep::push_seconds},    {"decision_seconds", &RankStep::decision_seconds},
+    {"round_seconds", &RankStep::round_seconds},  {"weights_seconds", &RankStep::weights_seconds},
+    {"update_seconds", &RankStep::update_seconds}};
 
 // A step of a job lasts from its first rank's beginning to its last rank's end.
 void AddSteps(const LoadResult& result, Figures& figures) {
@@ -68,6 +68,7 @@ Json ToJson(const LoadOptions& options) {
           {"steps", options.steps},
           {"warmup", options.warmup},
           {"micro_steps", options.micro_steps},
+          {"rule", RowOf(options.rule).name},
           {"update", Name(options.update)},
           {"clip", Name(options.clipping)},
           {"pace", options.pace},
