@@ -228,7 +228,8 @@ class Session {
   // elements in the wire dtype, 64-byte aligned. Empty if no memory is shared. Pushes of other
   // memory use the channel. May be called from any thread. The bytes belong to the trainer until
   // they are pushed, and again once that push is released. After a final push they belong to the
-  // trainer from the next BeginStep on. They live as long as the session.
+  // trainer from the next BeginStep on. In a job with newton_schulz kWorkers the session keeps O
+  // there from GiveOrthogonal on. They live as long as the session.
   virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
   // With null SessionOptions::weights: a chunk's weights in the return dtype. Valid from on_weights
   // (or the return of ReceiveWeights or ReadWeights) until the chunk's final (or may_guess) push in

@@ -524,7 +524,7 @@ absl::Status SessionImpl::ReceiveWeights() {
   }
   if (progress_.standing().awaits_orthogonal && !ChunksOfTwoRounds().empty()) {
     const MutexLock lock(orthogonal_mutex_);
-    if (orthogonal_.empty()) {
+    if (!has_orthogonal_) {
       return absl::FailedPreconditionError(
           absl::StrCat(Context(), ": ReceiveWeights before GiveOrthogonal"));
     }
@@ -549,6 +549,7 @@ absl::Status SessionImpl::ReceiveWeights() {
   {
     const MutexLock lock(orthogonal_mutex_);
     orthogonal_.clear();
+    has_orthogonal_ = false;
   }
   update_seconds_ = *seconds;
   // In this order: the stream may be reopened between the two lines, and of a rank without an open

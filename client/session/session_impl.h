@@ -121,6 +121,11 @@ class SessionImpl final : public Session, private StreamKeeper::User {
 
   // Those of this rank that have directions.
   std::vector<int> ChunksOfTwoRounds() const;
+  int64_t BytesInBFloat16(int chunk) const;
+  // Whether the service has the memory, too.
+  bool SharesMemory() const { return shared_memory_ != nullptr && keeper_->shares_memory(); }
+  // Where a chunk's O is kept: with shared memory in the place for gradients.
+  absl::Span<std::byte> OrthogonalOf(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(orthogonal_mutex_);
   // What the rank has given in this step, if anything. OK also if the service does not want it any
   // more.
   absl::Status SendOrthogonal(absl::Duration limit);
@@ -186,8 +191,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
 
   // Until the step's end, because the service may lose it with its process.
   Mutex orthogonal_mutex_;
-  std::vector<std::vector<std::byte>> orthogonal_
-      ABSL_GUARDED_BY(orthogonal_mutex_);  // By chunk; empty: none was given.
+  bool has_orthogonal_ ABSL_GUARDED_BY(orthogonal_mutex_) = false;
+  // By chunk; empty with shared memory.
+  std::vector<std::vector<std::byte>> orthogonal_ ABSL_GUARDED_BY(orthogonal_mutex_);
 
   // The destination of a chunk's weights: the trainer's memory, or where the trainer reads them in
   // place.

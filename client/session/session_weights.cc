@@ -225,6 +225,15 @@ std::vector<int> SessionImpl::ChunksOfTwoRounds() const {
   return chunks;
 }
 
+int64_t SessionImpl::BytesInBFloat16(int chunk) const {
+  return layout_.chunks()[chunk].elements * SizeBytes(DType::kBFloat16);
+}
+
+absl::Span<std::byte> SessionImpl::OrthogonalOf(int chunk) {
+  if (shared_memory_ == nullptr) return absl::MakeSpan(orthogonal_[chunk]);
+  return shared_memory_->gradient(chunk).subspan(0, BytesInBFloat16(chunk));
+}
+
 absl::StatusOr<std::vector<HyperParameters>> SessionImpl::ReadDirections(
     const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) {
   const absl::StatusOr<bool> awaits = progress_.AwaitDirections(options_.seal_timeout);
@@ -248,12 +257,18 @@ absl::StatusOr<std::vector<HyperParameters>> SessionImpl::ReadDirections(
     if (is_repeated && missing.empty()) missing.push_back(request.chunks(0));
     request.clear_chunks();
     for (const int chunk : missing) request.add_chunks(static_cast<uint32_t>(chunk));
+    request.clear_process_id();
+    if (SharesMemory()) request.set_process_id(options_.process_id);
     const auto take = [&](const v1::WeightHeader& header, PayloadPieces payload) -> absl::Status {
       const int chunk = static_cast<int>(header.chunk());
       if (std::erase(missing, chunk) == 0) {
         return absl::DataLossError(absl::StrCat("directions of chunk ", chunk, " are not awaited"));
       }
-      direction.resize(layout_.chunks()[chunk].elements * SizeBytes(DType::kBFloat16));
+      direction.resize(BytesInBFloat16(chunk));
+      if (header.shared() && shared_memory_ != nullptr) {
+        place(chunk, shared_memory_->weights(chunk).subspan(0, direction.size()));
+        return absl::OkStatus();
+      }
       if (TotalBytes(payload) != direction.size()) {
         return absl::DataLossError(absl::StrCat("directions of chunk ", chunk, " have ",
                                                 TotalBytes(payload), " bytes, expected ",
@@ -295,14 +310,15 @@ absl::Status SessionImpl::GiveOrthogonal(
     return absl::FailedPreconditionError(
         absl::StrCat(Context(), ": GiveOrthogonal before ReadDirections"));
   }
-  std::vector<std::vector<std::byte>> orthogonal(layout_.chunks().size());
-  for (const int chunk : ChunksOfTwoRounds()) {
-    orthogonal[chunk].resize(layout_.chunks()[chunk].elements * SizeBytes(DType::kBFloat16));
-    fill(chunk, absl::MakeSpan(orthogonal[chunk]));
-  }
   {
     const MutexLock lock(orthogonal_mutex_);
-    orthogonal_ = std::move(orthogonal);
+    orthogonal_.assign(layout_.chunks().size(), {});
+    for (const int chunk : ChunksOfTwoRounds()) {
+      // Gradients of the step are no longer needed.
+      if (shared_memory_ == nullptr) orthogonal_[chunk].resize(BytesInBFloat16(chunk));
+      fill(chunk, OrthogonalOf(chunk));
+    }
+    has_orthogonal_ = true;
   }
   return Annotate(
       RetryBetweenSteps([&] { return SendOrthogonal(absl::InfiniteDuration()); }, MayHealUpload),
@@ -312,11 +328,18 @@ absl::Status SessionImpl::GiveOrthogonal(
 absl::Status SessionImpl::SendOrthogonal(absl::Duration limit) {
   const MutexLock lock(orthogonal_mutex_);  // One call at a time.
   const std::vector<int> chunks = ChunksOfTwoRounds();
-  if (orthogonal_.empty() || chunks.empty()) return absl::OkStatus();
+  if (!has_orthogonal_ || chunks.empty()) return absl::OkStatus();
   v1::OpenTrain open = OpenMessage();
   open.set_orthogonal_step(progress_.step());
-  const absl::Span<const std::vector<std::byte>> given = orthogonal_;
-  const auto chunk_at = [given](int chunk) { return given[chunk]; };
+  const bool shares_memory = SharesMemory();
+  open.set_weights_in_shared_memory(shares_memory);
+  std::vector<absl::Span<const std::byte>> given(layout_.chunks().size());
+  if (!shares_memory) {
+    for (const int chunk : chunks) given[chunk] = OrthogonalOf(chunk);
+  }
+  const auto chunk_at = [&](int chunk) {
+    return std::vector<std::byte>(given[chunk].begin(), given[chunk].end());
+  };
   const absl::Status sent = transport_->UploadWeights(open, limit, chunks, chunk_at).status();
   return ReasonOf(sent) == reason::kOtherStep ? absl::OkStatus() : sent;
 }

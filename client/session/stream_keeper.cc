@@ -37,6 +37,7 @@ StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, Use
       log_(log),
       user_(user),
       settings_(std::move(settings)),
+      shares_memory_(settings_.open.weights_in_shared_memory()),
       instance_id_(settings_.instance_id) {}
 
 StreamKeeper::~StreamKeeper() {
@@ -268,6 +269,7 @@ void StreamKeeper::DoWithoutSharedMemory(const v1::Job& job) {
         "weights go through the connection until the session is opened again",
         user_.Context());
     settings_.open.set_weights_in_shared_memory(false);
+    shares_memory_ = false;
     log_.SharesNothing();
     return;
   }

@@ -12,6 +12,7 @@
 #ifndef BALLAST_CLIENT_SESSION_STREAM_KEEPER_H_
 #define BALLAST_CLIENT_SESSION_STREAM_KEEPER_H_
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,6 +67,9 @@ class StreamKeeper final : private TrainListener {
   absl::Status Open(absl::Duration limit);
   // From now on no stream is reopened and no message is delivered. Does not wait.
   void Stop();
+  // Whether the service, as far as is known, has the memory that it shares with this rank. From any
+  // thread.
+  bool shares_memory() const { return shares_memory_; }
 
  private:
   void OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
@@ -92,6 +96,7 @@ class StreamKeeper final : private TrainListener {
 
   // Used by the thread that opens streams: first the owner's, then the keeper's.
   Settings settings_;
+  std::atomic<bool> shares_memory_;
   std::unique_ptr<TrainCall> stream_;
   std::string instance_id_;  // The instance that the rank attached to last.
   bool restarting_ = false;  // The service announced a restart on the last stream.

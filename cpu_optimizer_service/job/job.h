@@ -197,13 +197,18 @@ class Job : public std::enable_shared_from_this<Job> {
   // `out`; zeros for what the round does not update. FAILED_PRECONDITION (OTHER_STEP): no rank is
   // to orthogonalize those of that step.
   virtual absl::Status ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) = 0;
+  // The same into the memory that is shared with the rank, in the place for weights, which the next
+  // weights replace. False: none is shared with that holder.
+  virtual absl::StatusOr<bool> ShareDirections(uint64_t step, int chunk,
+                                               const std::string& process_id) = 0;
   // By group: with which values ranks orthogonalize them. FAILED_PRECONDITION as ReadDirections.
   virtual absl::StatusOr<std::vector<HyperParameters>> ValuesOfDirections(uint64_t step) = 0;
-  // What Newton-Schulz has made of them: O of that chunk, in bf16, in pieces cut anywhere. The last
+  // What Newton-Schulz has made of them: O of that chunk, in bf16, in pieces cut anywhere; without
+  // pieces it lies in the place for gradients of the memory that is shared with the rank. The last
   // one of all ranks begins the round. If the generation rises before, all ranks give theirs again.
   // Repeating it is OK, also after the step. ABORTED: another generation or holder.
   // INVALID_ARGUMENT: another rank's chunk, a wrong size. UNAVAILABLE: another call is giving the
-  // chunk. FAILED_PRECONDITION (OTHER_STEP): the job is at another step.
+  // chunk. FAILED_PRECONDITION (OTHER_STEP): the job is at another step; or no memory is shared.
   virtual absl::Status GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t chunk,
                                       absl::Span<const absl::Span<const std::byte>> payload) = 0;
 

@@ -98,6 +98,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
              .generation = proto::FromProto(request.generation())};
   step_ = request.orthogonal_step();
   is_orthogonal_ = step_ > 0;
+  is_in_place_ = is_orthogonal_ && request.weights_in_shared_memory();
   if (is_orthogonal_ && (request.has_state_write() || request.has_first_state())) {
     return absl::InvalidArgumentError(
         "orthogonal_step comes with state_write or first_state; send each in a call of its own");
@@ -170,6 +171,12 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
                                                    holder_.rank, "'s, of ", chunks.size(),
                                                    " in all"));
+  }
+  if (is_in_place_ != payload.pieces().empty() && is_orthogonal_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("chunk ", header.chunk(), is_in_place_ ? " comes with" : " comes without",
+                     " a payload, and the call says that O is", is_in_place_ ? "" : " not",
+                     " in shared memory"));
   }
   BALLAST_RETURN_IF_ERROR(
       is_orthogonal_ ? job_->GiveOrthogonal(holder_, step_, chunk, payload.pieces())

@@ -55,6 +55,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   RankHolder holder_;
   uint64_t step_ = 0;           // The step of its weights.
   bool is_orthogonal_ = false;  // They are O.
+  bool is_in_place_ = false;    // In shared memory.
   Job::Uploader uploader_;
   std::optional<Job::StateWriter> writer_;  // Absent: these are first weights.
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();

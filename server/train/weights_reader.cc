@@ -79,6 +79,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
   generation_ = position.generation;
   step_ = position.committed_step;
   directions_ = request.directions();
+  process_id_ = request.process_id();
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
@@ -131,6 +132,14 @@ absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) 
 
 absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
+  if (directions_ && !process_id_.empty()) {
+    BALLAST_ASSIGN_OR_RETURN(const bool shared, job_->ShareDirections(step_, chunk, process_id_));
+    if (shared) {
+      v1::WeightHeader header = MakeWeightHeader(step_, chunk - first_of_rank_);
+      header.set_shared(true);
+      return proto::SerializeReadWeights(header, {}, [] {});
+    }
+  }
   BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
                            directions_ ? ReadDirections(*job_, step_, chunk)
                                        : ReadWeights(*job_, generation_, step_, chunk));

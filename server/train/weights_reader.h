@@ -6,6 +6,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ballast/v1/train.pb.h"
@@ -38,6 +39,7 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   Generation generation_;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
   bool directions_ = false;  // They are read, not weights.
+  std::string process_id_;   // Of who shares memory and reads them.
   v1::ReadWeightsResponse first_;
   int first_of_rank_ = 0;  // Layout::first_of_rank of the rank whose weights are read.
   std::vector<int> chunks_;

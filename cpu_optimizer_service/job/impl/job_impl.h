@@ -124,6 +124,8 @@ class JobImpl : public Job {
   absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                          absl::Span<std::byte> out) override;
   absl::Status ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) override;
+  absl::StatusOr<bool> ShareDirections(uint64_t step, int chunk,
+                                       const std::string& process_id) override;
   absl::StatusOr<std::vector<HyperParameters>> ValuesOfDirections(uint64_t step) override;
   absl::Status GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t chunk,
                               absl::Span<const absl::Span<const std::byte>> payload) override;
@@ -582,7 +584,10 @@ class JobImpl : public Job {
   absl::Status CheckNoSecondRound(int rank, absl::string_view does, uint64_t step) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status CheckIsAtStep(uint64_t step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  absl::Status CheckOwnChunk(int rank, int64_t chunk, int64_t bytes) const;
+  // nullopt: they are in shared memory.
+  absl::Status CheckOwnChunk(int rank, int64_t chunk, std::optional<int64_t> bytes) const;
+  absl::Status CheckHasDirections(uint64_t step, int chunk) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // All chunks are at the new state.
   void RecordSecondRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status TakeOverSecondRound(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

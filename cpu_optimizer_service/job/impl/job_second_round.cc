@@ -66,7 +66,7 @@ absl::Status JobImpl::CheckIsAtStep(uint64_t step) const {
                     reason::kOtherStep);
 }
 
-absl::Status JobImpl::CheckOwnChunk(int rank, int64_t chunk, int64_t bytes) const {
+absl::Status JobImpl::CheckOwnChunk(int rank, int64_t chunk, std::optional<int64_t> bytes) const {
   const absl::Span<const Chunk> chunks = core_.layout.chunks();
   if (chunk < 0 || chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != rank ||
       !executor_.HasTwoRounds(static_cast<int>(chunk))) {
@@ -75,27 +75,55 @@ absl::Status JobImpl::CheckOwnChunk(int rank, int64_t chunk, int64_t bytes) cons
                                                    " whose rule has directions"));
   }
   const int64_t expected = chunks[chunk].elements * SizeBytes(DType::kBFloat16);
-  if (bytes == expected) return absl::OkStatus();
+  if (bytes.value_or(expected) == expected) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " from rank ", rank, " has ",
-                                                 bytes, " bytes, expected ", expected, ": ",
+                                                 *bytes, " bytes, expected ", expected, ": ",
                                                  chunks[chunk].elements, " elements of bf16"));
+}
+
+absl::Status JobImpl::CheckHasDirections(uint64_t step, int chunk) const {
+  BALLAST_RETURN_IF_ERROR(CheckIsAtStep(step));
+  if (core_.gate.phase() == Phase::kDirections && executor_.HasTwoRounds(chunk)) {
+    return absl::OkStatus();
+  }
+  return WithReason(absl::FailedPreconditionError(
+                        absl::StrCat("no rank is to orthogonalize directions of chunk ", chunk,
+                                     " in step ", step, " of job ", spec().name)),
+                    reason::kOtherStep);
 }
 
 absl::Status JobImpl::ReadDirections(uint64_t step, int chunk, absl::Span<std::byte> out) {
   {
     const JobCore::Lock lock(core_);
-    BALLAST_RETURN_IF_ERROR(CheckIsAtStep(step));
-    if (core_.gate.phase() != Phase::kDirections || !executor_.HasTwoRounds(chunk)) {
-      return WithReason(absl::FailedPreconditionError(
-                            absl::StrCat("no rank is to orthogonalize directions of chunk ", chunk,
-                                         " in step ", step, " of job ", spec().name)),
-                        reason::kOtherStep);
-    }
+    BALLAST_RETURN_IF_ERROR(CheckHasDirections(step, chunk));
     core_.gate.StartReading();  // The next decision waits.
   }
   std::memcpy(out.data(), memory_.directions->direction(chunk).data(), out.size());
+  core_.traffic.CountWeights(static_cast<int64_t>(out.size()), /*in_place=*/false);
   core_.StopReading();
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> JobImpl::ShareDirections(uint64_t step, int chunk,
+                                              const std::string& process_id) {
+  const int rank = core_.layout.chunks()[chunk].rank;
+  std::shared_ptr<const RankMemory> memory;
+  {
+    const JobCore::Lock lock(core_);
+    BALLAST_RETURN_IF_ERROR(CheckHasDirections(step, chunk));
+    if (members_.table.IsHeldBy(rank, process_id)) memory = members_.table[rank].WeightsMemory();
+    if (memory == nullptr) return false;
+    // The round's weights go to the same place: its end waits.
+    orthogonal_.BeginSharing();
+  }
+  const absl::Span<const uint16_t> direction = memory_.directions->direction(chunk);
+  const auto bytes = static_cast<int64_t>(direction.size() * sizeof(uint16_t));
+  std::memcpy(memory->weights(chunk).data(), direction.data(), bytes);
+  core_.traffic.CountWeights(bytes, /*in_place=*/true);
+  const JobCore::Section section(core_);
+  orthogonal_.EndSharing();
+  GoOnIfGiven();
+  return true;
 }
 
 absl::StatusOr<std::vector<HyperParameters>> JobImpl::ValuesOfDirections(uint64_t step) {
@@ -112,13 +140,24 @@ absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, in
                                      absl::Span<const absl::Span<const std::byte>> payload) {
   int64_t bytes = 0;
   for (const auto& piece : payload) bytes += static_cast<int64_t>(piece.size());
-  BALLAST_RETURN_IF_ERROR(CheckOwnChunk(holder.rank, index, bytes));
+  const bool in_place = payload.empty();
+  BALLAST_RETURN_IF_ERROR(
+      CheckOwnChunk(holder.rank, index, in_place ? std::nullopt : std::optional(bytes)));
   const int chunk = static_cast<int>(index);
+  std::shared_ptr<const RankMemory> memory;
   {
     const JobCore::Lock lock(core_);
     BALLAST_RETURN_IF_ERROR(CheckIsAtStep(step));
     BALLAST_RETURN_IF_ERROR(members_.CheckGeneration(holder.generation));
     BALLAST_RETURN_IF_ERROR(members_.CheckHolder(holder.rank, holder.process_id));
+    if (in_place) memory = members_.table[holder.rank].memory;
+    if (in_place && memory == nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("what rank ", holder.rank,
+                       " has orthogonalized is declared to be in shared "
+                       "memory, but job ",
+                       spec().name, " shares none with that rank"));
+    }
     // In another phase it is there already.
     const bool is_awaited =
         core_.gate.phase() == Phase::kDirections && !second_round_->is_by_service;
@@ -132,7 +171,10 @@ absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, in
   }
   const absl::Span<uint16_t> orthogonal = memory_.directions->orthogonal(chunk);
   auto* to = reinterpret_cast<std::byte*>(orthogonal.data());
+  const size_t size_bytes = orthogonal.size() * sizeof(uint16_t);
+  if (in_place) std::memcpy(to, memory->gradient(chunk).data(), size_bytes);
   for (const auto& piece : payload) to = std::copy(piece.begin(), piece.end(), to);
+  core_.traffic.CountGradient(static_cast<int64_t>(size_bytes), in_place);
   std::vector<OrthogonalParts::Largest> largest;
   core_.layout.VisitParts(chunk, [&](const ChunkPart& part) {
     largest.push_back(
@@ -154,6 +196,7 @@ absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, in
 void JobImpl::GoOnIfGiven() {
   if (core_.gate.phase() != Phase::kDirections || !second_round_->is_told) return;
   const SecondRoundNow& now = *second_round_;
+  if (orthogonal_.are_being_shared()) return;
   if (now.is_by_service) {
     if (orthogonal_.are_being_written()) return;
     core_.gate.EndDirections();

@@ -41,6 +41,11 @@ class OrthogonalParts {
   // `counts`: of the round and generation in progress.
   void EndWriting(int chunk, bool counts, absl::Span<const Largest> largest);
 
+  // Between these a chunk's directions are copied to where its weights will come.
+  void BeginSharing() { ++sharing_; }
+  void EndSharing() { --sharing_; }
+  bool are_being_shared() const { return sharing_ > 0; }
+
   bool all_given() const { return missing_ == 0; }
   // Any of them, also of an earlier generation or round.
   bool are_being_written() const;
@@ -60,6 +65,7 @@ class OrthogonalParts {
   std::vector<State> chunks_;
   std::vector<double> largest_;  // By parameter.
   int64_t missing_ = 0;
+  int64_t sharing_ = 0;
 };
 
 }  // namespace ballast

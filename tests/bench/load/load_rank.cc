@@ -156,6 +156,12 @@ absl::StatusOr<RankStep> LoadRank::Step() {
   step.weights_seconds = Seconds(step.end - given);
   step.update_seconds = session_->update_seconds();
   BALLAST_RETURN_IF_ERROR(CheckDecision(step.decision));
+  if (options_.rule == Rule::kMuon && session_->shares_memory()) {
+    // O has been there; a trainer writes its next gradients.
+    for (const int chunk : layout_.chunks_of_rank(rank_)) {
+      values_.FillGradient(layout_.chunks()[chunk], session_->gradient_memory(chunk));
+    }
+  }
   return step;
 }
 

@@ -116,6 +116,39 @@ TEST_F(JobDirectionsTest, TheRoundWaitsForEachRankAndNamesIt) {
   EXPECT_TRUE(Give(driver, step, 1, ChunksOf(driver, 1)[0], any).ok());
 }
 
+// Directions where the weights will be, O where the gradients were.
+TEST_F(JobDirectionsTest, MemoryThatIsSharedTakesBothWays) {
+  JobSpec plain_spec = Spec();
+  plain_spec.name = "plain";
+  JobDriver plain = Make(plain_spec);
+  WholeStep(plain, 3);
+  JobDriver driver(engine_, Spec());
+  driver.UploadWeights();
+  driver.SetSending(Sending::kInPlace);
+  driver.AttachAll();
+  const uint64_t step = StepToDirections(driver, 3);
+  for (int rank = 0; rank < 2; ++rank) {
+    const std::string holder = HolderOf(driver, rank).process_id;
+    for (const int chunk : ChunksOf(driver, rank)) {
+      EXPECT_FALSE(driver.job().ShareDirections(step, chunk, "another process").value());
+      ASSERT_TRUE(driver.job().ShareDirections(step, chunk, holder).value());
+      const std::vector<std::byte> directions = Directions(driver, step, chunk);
+      const absl::Span<const std::byte> place = driver.memory(rank).weights(chunk);
+      EXPECT_TRUE(std::ranges::equal(directions, place.subspan(0, directions.size())));
+      driver.memory(rank).WriteGradient(chunk, directions);
+      ASSERT_TRUE(driver.job().GiveOrthogonal(HolderOf(driver, rank), step, chunk, {}).ok());
+    }
+  }
+  for (int rank = 0; rank < 2; ++rank) driver.listener(rank).WaitForCommit(step);
+  EXPECT_EQ(driver.job().StateHash(), plain.job().StateHash());
+  for (const int chunk : ChunksOf(driver, 0)) {
+    std::vector<std::byte> weights(driver.memory(0).weights(chunk).size());
+    const Generation generation = driver.job().Position().generation;
+    ASSERT_TRUE(driver.job().ReadShard(generation, step, chunk, absl::MakeSpan(weights)).ok());
+    EXPECT_TRUE(std::ranges::equal(weights, driver.memory(0).weights(chunk)));
+  }
+}
+
 TEST_F(JobDirectionsTest, WhatCannotBeTakenIsRefused) {
   JobDriver driver = Make(Spec());
   const uint64_t step = StepToDirections(driver, 3);
@@ -130,6 +163,9 @@ TEST_F(JobDirectionsTest, WhatCannotBeTakenIsRefused) {
                       reason::kOtherStep));
   EXPECT_TRUE(Refused(driver.job().ReadDirections(step, of_adamw, absl::MakeSpan(bytes)),
                       absl::StatusCode::kFailedPrecondition, reason::kOtherStep));
+  EXPECT_FALSE(driver.job().ShareDirections(step, own, "process0").value());
+  EXPECT_TRUE(Refused(driver.job().GiveOrthogonal(HolderOf(driver, 0), step, own, {}),
+                      absl::StatusCode::kFailedPrecondition));
   const absl::Span<const std::byte> piece(bytes);
   RankHolder older = HolderOf(driver, 0);
   older.generation.count = 0;

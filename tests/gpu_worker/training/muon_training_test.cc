@@ -35,6 +35,13 @@ TEST(MuonTraining, WorkersGiveTheBitsOfTheService) {
         training.update_mode = mode;
         ExpectSame(Train(training, service.Optimizer()), ByTheService(world_size));
         EXPECT_EQ(service.job()->spec().newton_schulz, Orthogonalizer::kWorkers);
+        // Directions and O, too.
+        const JobTraffic traffic = service.job()->Status().traffic;
+        const bool shares = use == client::SharedMemoryUse::kAuto;
+        EXPECT_EQ(traffic.gradient_bytes_in_messages > 0, !shares);
+        EXPECT_EQ(traffic.weight_bytes_in_messages > 0, !shares);
+        EXPECT_EQ(traffic.gradient_bytes_in_place > 0, shares);
+        EXPECT_EQ(traffic.weight_bytes_in_place > 0, shares);
       }
     }
   }
