@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 
@@ -100,6 +101,11 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job) {
   json["groups"] = job.spec.groups.size();
   json["first_loss"] = facts.reports.empty() ? 0 : facts.reports.front().loss;
   json["last_loss"] = facts.reports.empty() ? 0 : facts.reports.back().loss;
+  json["rule"] = std::string(RowOf(job.spec.groups.back().hyper_parameters.rule).name);
+  if (job.spec.groups.back().hyper_parameters.rule == Rule::kMuon) {
+    json["newton_schulz"] =
+        job.spec.newton_schulz == Orthogonalizer::kWorkers ? "workers" : "service";
+  }
   json["weights_dtype"] = std::string(Name(job.spec.groups[0].return_dtype));
   json["tokens_per_second"] = Median(tokens_per_second);
   json["step_seconds_median"] = Median(seconds);

@@ -137,6 +137,7 @@ class Rank:
         message = self._open_message()
         message.update_mode = self.mode
         message.weights_in_shared_memory = self.shared is not None
+        message.orthogonalizes = True
         self.sent = self.acknowledged = 0
         self.attempt = 0
         self._send(open=message)
@@ -159,8 +160,8 @@ class Rank:
         self.sent += 1  # Of shared gradients, each chunk counts; here a message has one.
         self.requests.put(train_pb.TrainRequest(**kind))
 
-    def _next(self, wanted):
-        """The next message of this kind; what comes before it is taken in."""
+    def _next(self, *wanted):
+        """The next message of these kinds; what comes before it is taken in."""
         for message in self.responses:
             kind = message.WhichOneof("kind")
             value = getattr(message, kind)
@@ -173,7 +174,7 @@ class Rank:
                     self._take(chunk, self.shared.weights[chunk].tobytes(), value.provisional)
             elif kind == "vote_refused":
                 self.refusals[value.step, value.attempt] += 1
-            if kind in (wanted, "seal_refused", "vote_refused"):
+            if kind in (*wanted, "seal_refused", "vote_refused"):
                 return value
         raise RuntimeError("the stream ended")
 
@@ -256,6 +257,47 @@ class Rank:
             self.weights.update({chunk: self.provisional[chunk] for chunk in kept})
         return decision
 
+    def directions(self):
+        """After a decision, in a job whose workers orthogonalize: those of this rank's chunks of matrices, by chunk as
+        bf16, and the hyper-parameters of the step by group. None: there is no second round, and the step is committed."""
+        message = self._next("directions", "committed")
+        if isinstance(message, train_pb.StepCommitted):
+            self._committed(message)
+            return None
+        request = train_pb.ReadWeightsRequest(name=self.name, uid=self.uid, rank=self.rank, step=message.step, directions=True,
+                                              process_id=self.process_id if self.shared is not None else "")
+        values, directions = [], {}
+        for message in self.train.ReadWeights(request, timeout=SECONDS):
+            values += message.hyper_parameters
+            if message.WhichOneof("kind") == "weights":
+                chunk = message.weights.header.chunk
+                if message.weights.header.shared != (self.shared is not None):
+                    raise RuntimeError(f"directions of chunk {chunk} came another way than gradients")
+                data = self.shared.weights[chunk].tobytes() if self.shared is not None else message.weights.payload
+                directions[chunk] = np.frombuffer(data, "<u2", self.chunks[chunk].elements)
+        return values, directions
+
+    def give_orthogonal(self, orthogonal):
+        """What became of the directions, by chunk, as bf16."""
+        def messages():
+            message = self._open_message()
+            message.orthogonal_step = self.committed_step + 1
+            message.weights_in_shared_memory = self.shared is not None
+            yield train_pb.UploadWeightsRequest(open=message)
+            for chunk, values in orthogonal.items():
+                header = train_pb.WeightHeader(chunk=chunk, step=message.orthogonal_step)
+                if self.shared is None:
+                    yield train_pb.UploadWeightsRequest(
+                        weights=train_pb.WeightChunk(header=header, payload=values.tobytes()))
+                    continue
+                self.shared.gradients[chunk].view("<u2")[:values.size] = values
+                yield train_pb.UploadWeightsRequest(weights=train_pb.WeightChunk(header=header))
+
+        self.train.UploadWeights(messages(), timeout=SECONDS)
+
     def await_commit(self):
-        self.committed_step = self._next("committed").step
+        self._committed(self._next("committed"))
+
+    def _committed(self, message):
+        self.committed_step = message.step
         self.attempt = 0

@@ -130,7 +130,8 @@ class Game:
         job = jobs_pb.Job(name=self.name, world_size=self.world, unused_policy=self.policy,
                      chunk_elements=BLOCK * int(random.choice([1, 2, 1024])),
                      on_abort=random.choice([jobs_pb.REDO_STEP, jobs_pb.SKIP_STEP]),
-                     update_mode=jobs_pb.SPECULATE if self.speculate else jobs_pb.WAIT)
+                     update_mode=jobs_pb.SPECULATE if self.speculate else jobs_pb.WAIT,
+                     newton_schulz=random.choice([jobs_pb.BY_SERVICE, jobs_pb.BY_WORKERS]))
         for g in range(int(random.integers(1, 3))):
             h = jobs_pb.HyperParameters(lr=float(random.choice([1e-3, 0.1])), weight_decay=float(random.choice([0, 0.1])),
                                    **self.of_rule())
@@ -291,9 +292,10 @@ class Game:
             if look:
                 rank.vote(vote)
         decisions = [rank.decision() for rank in self.ranks]
-        for rank in self.ranks:
-            rank.await_commit()
         decision = decisions[0]
+        if not self.orthogonalize(decision):
+            for rank in self.ranks:
+                rank.await_commit()
         expect(all(d.applied == decision.applied for d in decisions), "ranks were told different things")
         if overrides:  # They stay in force, also after a step that is skipped.
             self.groups[0].h["lr"] = lr
@@ -320,6 +322,32 @@ class Game:
         multipliers = vote.clipping.multipliers or [1.0] * len(self.groups)
         for group, gradient, multiplier in zip(self.groups, sums, multipliers):
             group.update(gradient, np.float32(coefficient * multiplier / scale), group.h, kept)
+
+    def orthogonalize(self, decision):
+        """The second round, if the ranks make it. True: they know that the step is committed."""
+        if not decision.applied or self.job.newton_schulz != jobs_pb.BY_WORKERS:
+            return False
+        read = [rank.directions() for rank in self.ranks]
+        expect(len({r is None for r in read}) == 1, "some ranks have a second round, and some have none")
+        if read[0] is None:
+            return True
+        spaces = [np.zeros(group.elements, "<u2") for group in self.groups]
+        for rank, (values, directions) in zip(self.ranks, read):
+            expect(len(values) == len(self.groups) and values == read[0][0], f"the step's values: {values}")
+            for index, direction in directions.items():
+                chunk = rank.chunks[index]
+                spaces[chunk.group][chunk.begin:chunk.end] = direction
+        for group, space, values in zip(self.groups, spaces, read[0][0]):
+            h = {field.name: getattr(values, field.name) for field in values.DESCRIPTOR.fields}
+            for p in group.parameters if values.rule == jobs_pb.MUON else []:
+                at = slice(p.offset, p.offset + math.prod(p.shape))
+                matrix = numpy_adam.from_bfloat16(space[at]).reshape(p.shape)
+                space[at] = numpy_adam.to_bfloat16(numpy_rules.newton_schulz(h, matrix)).reshape(-1)
+        for rank, (_, directions) in zip(self.ranks, read):
+            rank.give_orthogonal({index: spaces[rank.chunks[index].group][rank.chunks[index].begin:rank.chunks[index].end]
+                                  for index in directions})
+        SEEN.update(by_workers=1)
+        return False
 
     def any_vote(self):
         random = self.random

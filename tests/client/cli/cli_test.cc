@@ -288,6 +288,26 @@ TEST_F(CliTest, AbortStepClearsTheOpenStep) {
   EXPECT_EQ(Json({"job", "gpt"})["phase"], "READY");
 }
 
+TEST_F(CliTest, AbortStepInMuonsSecondRoundLeavesItToTheService) {
+  auto channel = Connect(daemon_->Address());
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  JobSpec spec = SmallJob("muon", 1);
+  spec.groups[0].hyper_parameters = DefaultsOf(Rule::kMuon);
+  spec.layout.parameters[1].shape = {30, 10};
+  spec.newton_schulz = Orthogonalizer::kWorkers;
+  auto rank = RankForTests::Join(*channel, spec, 0);
+  ASSERT_TRUE(rank.ok()) << rank.status();
+  Session& session = (*rank)->session();
+  ASSERT_TRUE(session.BeginStep({}).ok());
+  ASSERT_TRUE((*rank)->PushAll(1, [](int, uint32_t) { return true; }).ok());
+  ASSERT_TRUE(session.Seal(1, SmallVote())->applied);
+  while (Json({"job", "muon"})["phase"] != "DIRECTIONS") std::this_thread::yield();
+  EXPECT_THAT(Text({"abort-step", "muon"}), AllOf(HasSubstr("step 1"), HasSubstr("the service")));
+  EXPECT_TRUE(session.ReadDirections([](int, absl::Span<const std::byte>) {})->empty());
+  EXPECT_TRUE(session.ReceiveWeights().ok());
+  EXPECT_EQ(session.committed_step(), 1u);
+}
+
 TEST_F(CliTest, UndoGoesBackAStepOfAJobThatKeepsIt) {
   ExpectFailure({"undo", "gpt"});
   ExpectFailure({"undo", "gtp"});
