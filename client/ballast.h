@@ -527,7 +527,7 @@ int32_t ballast_discard(ballast_session* session);
 int32_t ballast_read_directions(ballast_session* session, void* const* directions, size_t count,
                                 ballast_hyper_parameters* values, int32_t* wanted);
 /* Gives O, what became of them: reads this rank's elements, in bf16. The session keeps a copy until
- * ballast_receive_weights has returned, for a service that crashes. */
+ * ballast_receive_weights has returned, for a service that crashes; with shared memory in the places of gradients. */
 int32_t ballast_give_orthogonal(ballast_session* session, const void* const* orthogonal,
                                 size_t count);
 /* Returns when this rank's weights of the decided step are in place. */

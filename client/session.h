@@ -333,8 +333,8 @@ class Session {
   virtual absl::StatusOr<std::vector<HyperParameters>> ReadDirections(
       const std::function<void(int chunk, absl::Span<const std::byte> direction)>& place) = 0;
   // O: calls fill(chunk, out) for each of those chunks, which writes chunk.elements values in bf16.
-  // Returns when the service has them. The session keeps a copy until ReceiveWeights returns, and
-  // gives it again to a service that has lost it.
+  // Returns when the service has them. Until ReceiveWeights returns the session keeps a copy, with
+  // shared memory in gradient_memory, and gives it again to a service that has lost it.
   virtual absl::Status GiveOrthogonal(
       const std::function<void(int chunk, absl::Span<std::byte> out)>& fill) = 0;
   // Not 0: the directions of this step are to be orthogonalized. If it is so when a session was

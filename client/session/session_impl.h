@@ -124,8 +124,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   int64_t BytesInBFloat16(int chunk) const;
   // Whether the service has the memory, too.
   bool SharesMemory() const { return shared_memory_ != nullptr && keeper_->shares_memory(); }
-  // Where a chunk's O is kept: with shared memory in the place for gradients.
-  absl::Span<std::byte> OrthogonalOf(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(orthogonal_mutex_);
+  // Where a chunk's O is kept: in `own`, or with shared memory in the place for gradients.
+  absl::Span<std::byte> OrthogonalOf(std::vector<std::vector<std::byte>>& own, int chunk) const;
   // What the rank has given in this step, if anything. OK also if the service does not want it any
   // more.
   absl::Status SendOrthogonal(absl::Duration limit);

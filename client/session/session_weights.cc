@@ -229,8 +229,9 @@ int64_t SessionImpl::BytesInBFloat16(int chunk) const {
   return layout_.chunks()[chunk].elements * SizeBytes(DType::kBFloat16);
 }
 
-absl::Span<std::byte> SessionImpl::OrthogonalOf(int chunk) {
-  if (shared_memory_ == nullptr) return absl::MakeSpan(orthogonal_[chunk]);
+absl::Span<std::byte> SessionImpl::OrthogonalOf(std::vector<std::vector<std::byte>>& own,
+                                                int chunk) const {
+  if (shared_memory_ == nullptr) return absl::MakeSpan(own[chunk]);
   return shared_memory_->gradient(chunk).subspan(0, BytesInBFloat16(chunk));
 }
 
@@ -310,14 +311,15 @@ absl::Status SessionImpl::GiveOrthogonal(
     return absl::FailedPreconditionError(
         absl::StrCat(Context(), ": GiveOrthogonal before ReadDirections"));
   }
+  // Gradients of the step are no longer needed where O goes.
+  std::vector<std::vector<std::byte>> own(layout_.chunks().size());
+  for (const int chunk : ChunksOfTwoRounds()) {
+    if (shared_memory_ == nullptr) own[chunk].resize(BytesInBFloat16(chunk));
+    fill(chunk, OrthogonalOf(own, chunk));
+  }
   {
     const MutexLock lock(orthogonal_mutex_);
-    orthogonal_.assign(layout_.chunks().size(), {});
-    for (const int chunk : ChunksOfTwoRounds()) {
-      // Gradients of the step are no longer needed.
-      if (shared_memory_ == nullptr) orthogonal_[chunk].resize(BytesInBFloat16(chunk));
-      fill(chunk, OrthogonalOf(chunk));
-    }
+    orthogonal_ = std::move(own);
     has_orthogonal_ = true;
   }
   return Annotate(
@@ -335,7 +337,7 @@ absl::Status SessionImpl::SendOrthogonal(absl::Duration limit) {
   open.set_weights_in_shared_memory(shares_memory);
   std::vector<absl::Span<const std::byte>> given(layout_.chunks().size());
   if (!shares_memory) {
-    for (const int chunk : chunks) given[chunk] = OrthogonalOf(chunk);
+    for (const int chunk : chunks) given[chunk] = OrthogonalOf(orthogonal_, chunk);
   }
   const auto chunk_at = [&](int chunk) {
     return std::vector<std::byte>(given[chunk].begin(), given[chunk].end());

@@ -208,7 +208,7 @@ class Job : public std::enable_shared_from_this<Job> {
   // one of all ranks begins the round. If the generation rises before, all ranks give theirs again.
   // Repeating it is OK, also after the step. ABORTED: another generation or holder.
   // INVALID_ARGUMENT: another rank's chunk, a wrong size. UNAVAILABLE: another call is giving the
-  // chunk. FAILED_PRECONDITION (OTHER_STEP): the job is at another step; or no memory is shared.
+  // chunk, or no memory is shared. FAILED_PRECONDITION (OTHER_STEP): the job is at another step.
   virtual absl::Status GiveOrthogonal(const RankHolder& holder, uint64_t step, int64_t chunk,
                                       absl::Span<const absl::Span<const std::byte>> payload) = 0;
 

@@ -17,7 +17,7 @@ struct AgreedSetting {
 };
 
 // The maximal number of settings: a message has the same size in every version.
-inline constexpr int kMaxAgreedSettings = 48;
+inline constexpr int kMaxAgreedSettings = 32;
 
 // FAILED_PRECONDITION, on every rank, with the first rank and the first setting that differ from
 // rank 0's. Compares hashes, so a value may be long.

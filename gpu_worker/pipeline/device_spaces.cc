@@ -59,6 +59,10 @@ absl::Status ExplainMemory(const absl::Status& status, const TrainingJob& job,
     absl::StrAppend(&sizes, ", ", Gib(elements * kWeightBytes / needs.world_size),
                     " for provisional weights (none with --update=wait)");
   }
+  if (job.spec.newton_schulz == Orthogonalizer::kWorkers) {
+    absl::StrAppend(&sizes,
+                    ", and the largest matrix of each rank (none with --newton-schulz=service)");
+  }
   return absl::ResourceExhaustedError(
       absl::StrCat(status.message(), "; besides the activations the model needs ", sizes,
                    "; give micro-steps fewer sequences, or choose a smaller model or another GPU"));

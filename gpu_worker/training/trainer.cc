@@ -75,9 +75,9 @@ absl::Status Trainer::Step(uint64_t step, const OnStep& on_step) {
       all_receive = !lost_ && attempt_.report.applied;
     }
     if (all_receive && backend_.second_round() != nullptr) {
-      Stopwatch stopwatch;
+      Stopwatch orthogonalizing;
       BALLAST_RETURN_IF_ERROR(UnlessLost(Orthogonalize(step)));
-      NoteInGap(attempt_.report.times.update, stopwatch.Lap());
+      NoteInGap(attempt_.report.times.update, orthogonalizing.Lap());
     }
     if (all_receive && backend_.gathers_ahead()) {
       BALLAST_RETURN_IF_ERROR(ReceiveUnderNextForward());

@@ -108,10 +108,9 @@ absl::Status Caller::CheckAllJobs() const {
                                     Lacking(principal_, role, "all jobs (*)", method_, needed_)));
 }
 
-bool Caller::MayUse(absl::string_view job) const {
-  return access_->RoleOf(*this, [&](const Policy& policy) {
-    return policy.RoleOf(principal_, job);
-  }) >= needed_;
+bool Caller::Has(Role role, absl::string_view job) const {
+  return access_->RoleOf(
+             *this, [&](const Policy& policy) { return policy.RoleOf(principal_, job); }) >= role;
 }
 
 std::function<bool(absl::string_view)> Caller::MayUseNow() const {

@@ -40,7 +40,8 @@ class Caller {
   // PERMISSION_DENIED unless it has that role for all possible jobs, by a line for *.
   absl::Status CheckAllJobs() const;
   // As Check, but a refusal is neither logged nor counted.
-  bool MayUse(absl::string_view job) const;
+  bool MayUse(absl::string_view job) const { return Has(needed_, job); }
+  bool Has(Role role, absl::string_view job) const;
   // The same, by the current roles. The result may outlive the Access.
   std::function<bool(absl::string_view job)> MayUseNow() const;
   // For a stream of this job: whether Check would fail now. Cheap.

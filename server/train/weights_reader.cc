@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -79,10 +80,12 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
   generation_ = position.generation;
   step_ = position.committed_step;
   directions_ = request.directions();
-  process_id_ = request.process_id();
+  // Who only looks writes nothing to a rank's memory.
+  if (caller.Has(Role::kTrainer, job_->spec().name)) process_id_ = request.process_id();
   if (request.has_step() && request.step() != step_) {
-    return absl::FailedPreconditionError(absl::StrCat(
+    const absl::Status other = absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
+    return directions_ ? WithReason(other, reason::kOtherStep) : other;
   }
   first_.set_step(step_);
   if (directions_) {

@@ -140,7 +140,7 @@ void Fields(Each&& each, SecondDecision& v) {
 }
 template <typename Each>
 void Fields(Each&& each, KeptDirections& v) {
-  each(v.record, v.coverage_complete, v.update_counts, v.second);
+  each(v.record, v.coverage_complete, v.update_counts, v.is_by_service, v.second);
 }
 template <typename Each>
 void Fields(Each&& each, KeptDecision& v) {

@@ -150,6 +150,7 @@ struct KeptDirections {
   StepRecord record;  // For the history, once the round is over.
   bool coverage_complete = false;
   std::vector<int64_t> update_counts;    // As StepUpdate's.
+  bool is_by_service = false;            // Ranks are awaited no more: the service makes O.
   std::optional<SecondDecision> second;  // Its O is kept, and counts. Absent: it does not.
 };
 

@@ -561,7 +561,6 @@ class JobImpl : public Job {
     std::vector<uint64_t> streams;  // By rank: which got the first round's weights.
     std::vector<bool> told;         // By rank: it knows of the round, in this generation.
     bool is_told = false;           // All ranks with a stream.
-    bool is_by_service = false;     // Ranks are awaited no more.
     std::optional<StepClock::Time> first_given;  // A rank has given all, since then.
   };
   // The job's record says that it is outstanding.

@@ -28,7 +28,9 @@ void JobImpl::BeginSecondRound() {
   for (int rank = 0; rank < ranks; ++rank) {
     second_round_->streams.push_back(members_.table[rank].stream);
   }
-  if (spec().newton_schulz == Orthogonalizer::kService) return Orthogonalize();
+  if (spec().newton_schulz == Orthogonalizer::kService || core_.record.directions->is_by_service) {
+    return Orthogonalize();
+  }
   core_.gate.AwaitDirections();
   orthogonal_.Begin(MatricesOf(core_.layout, *second_round_->update));
   Listeners listeners = members_.table.ByRank();
@@ -152,15 +154,14 @@ absl::Status JobImpl::GiveOrthogonal(const RankHolder& holder, uint64_t step, in
     BALLAST_RETURN_IF_ERROR(members_.CheckHolder(holder.rank, holder.process_id));
     if (in_place) memory = members_.table[holder.rank].memory;
     if (in_place && memory == nullptr) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("what rank ", holder.rank,
-                       " has orthogonalized is declared to be in shared "
-                       "memory, but job ",
-                       spec().name, " shares none with that rank"));
+      return absl::UnavailableError(absl::StrCat("what rank ", holder.rank,
+                                                 " has orthogonalized is declared to be in shared "
+                                                 "memory, but job ",
+                                                 spec().name, " shares none with that rank"));
     }
     // In another phase it is there already.
     const bool is_awaited =
-        core_.gate.phase() == Phase::kDirections && !second_round_->is_by_service;
+        core_.gate.phase() == Phase::kDirections && !core_.record.directions->is_by_service;
     const auto wants =
         is_awaited ? orthogonal_.BeginWriting(chunk) : OrthogonalParts::Wants::kRepeat;
     if (wants == OrthogonalParts::Wants::kBusy) {
@@ -197,7 +198,7 @@ void JobImpl::GoOnIfGiven() {
   if (core_.gate.phase() != Phase::kDirections || !second_round_->is_told) return;
   const SecondRoundNow& now = *second_round_;
   if (orthogonal_.are_being_shared()) return;
-  if (now.is_by_service) {
+  if (core_.record.directions->is_by_service) {
     if (orthogonal_.are_being_written()) return;
     core_.gate.EndDirections();
     return Orthogonalize();
@@ -210,7 +211,8 @@ void JobImpl::GoOnIfGiven() {
 }
 
 void JobImpl::StopAwaitingOrthogonal(const std::string& why) {
-  second_round_->is_by_service = true;
+  core_.record.directions->is_by_service = true;
+  journal_.Keep();
   core_.Tell(absl::StrCat("step ", core_.record.committed_step, ": ", why,
                           ", so the service orthogonalizes its directions"));
   GoOnIfGiven();
@@ -219,7 +221,7 @@ void JobImpl::StopAwaitingOrthogonal(const std::string& why) {
 void JobImpl::OrthogonalizeIfAbandoned() {
   const JobCore::Section section(core_);
   if (core_.gate.phase() != Phase::kDirections || UseNow().streams > 0) return;
-  if (!second_round_->is_by_service) StopAwaitingOrthogonal("no rank is there");
+  if (!core_.record.directions->is_by_service) StopAwaitingOrthogonal("no rank is there");
 }
 
 void JobImpl::ForgetOrthogonal() {

@@ -1,9 +1,13 @@
 // A job whose ranks orthogonalize the directions of Muon's matrices. Histories play its deaths.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <filesystem>
+#include <memory>
+#include <semaphore>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cpu_optimizer_service/common/reason.h"
@@ -116,6 +120,62 @@ TEST_F(JobDirectionsTest, TheRoundWaitsForEachRankAndNamesIt) {
   EXPECT_TRUE(Give(driver, step, 1, ChunksOf(driver, 1)[0], any).ok());
 }
 
+// A rank's memory whose weights' place is slow to come once.
+class SlowRankMemory final : public RankMemory {
+ public:
+  explicit SlowRankMemory(const RankMemory& real) : real_(real) {}
+  absl::Span<const std::byte> gradient(int chunk) const override { return real_.gradient(chunk); }
+  absl::Span<std::byte> weights(int chunk) const override {
+    if (armed_.exchange(false)) {
+      asked_.release();
+      released_.acquire();
+    }
+    return real_.weights(chunk);
+  }
+  void Arm() { armed_ = true; }
+  void AwaitAsked() { asked_.acquire(); }
+  void Release() { released_.release(); }
+
+ private:
+  const RankMemory& real_;
+  mutable std::atomic<bool> armed_ = false;
+  mutable std::binary_semaphore asked_{0};
+  mutable std::binary_semaphore released_{0};
+};
+
+// They have the same place, and the last to come must be the weights.
+TEST_F(JobDirectionsTest, WeightsWaitForDirectionsThatAreBeingShared) {
+  for (const bool aborts : {false, true}) {
+    JobSpec spec = Spec();
+    spec.name = aborts ? "aborted" : "given";
+    JobDriver driver(engine_, spec);
+    driver.UploadWeights();
+    driver.SetSending(Sending::kInPlace);
+    driver.AttachAll();
+    const auto slow = std::make_shared<SlowRankMemory>(driver.memory(0));
+    ASSERT_TRUE(driver.job().GiveRankMemory(HolderOf(driver, 0), slow).ok());
+    const uint64_t step = StepToDirections(driver, 3);
+    const int chunk = ChunksOf(driver, 0)[0];
+    slow->Arm();
+    std::thread sharing(
+        [&] { EXPECT_TRUE(driver.job().ShareDirections(step, chunk, "process0").value()); });
+    slow->AwaitAsked();
+    if (aborts) {
+      EXPECT_TRUE(driver.job().AbortStep().ok());
+    } else {
+      for (int rank = 0; rank < 2; ++rank) GiveAll(driver, step, rank);
+    }
+    EXPECT_EQ(driver.job().Status().phase, JobPhase::kDirections);
+    slow->Release();
+    sharing.join();
+    for (int rank = 0; rank < 2; ++rank) driver.listener(rank).WaitForCommit(step);
+    std::vector<std::byte> weights(slow->weights(chunk).size());
+    const Generation generation = driver.job().Position().generation;
+    ASSERT_TRUE(driver.job().ReadShard(generation, step, chunk, absl::MakeSpan(weights)).ok());
+    EXPECT_TRUE(std::ranges::equal(weights, slow->weights(chunk)));
+  }
+}
+
 // Directions where the weights will be, O where the gradients were.
 TEST_F(JobDirectionsTest, MemoryThatIsSharedTakesBothWays) {
   JobSpec plain_spec = Spec();
@@ -165,7 +225,7 @@ TEST_F(JobDirectionsTest, WhatCannotBeTakenIsRefused) {
                       absl::StatusCode::kFailedPrecondition, reason::kOtherStep));
   EXPECT_FALSE(driver.job().ShareDirections(step, own, "process0").value());
   EXPECT_TRUE(Refused(driver.job().GiveOrthogonal(HolderOf(driver, 0), step, own, {}),
-                      absl::StatusCode::kFailedPrecondition));
+                      absl::StatusCode::kUnavailable));
   const absl::Span<const std::byte> piece(bytes);
   RankHolder older = HolderOf(driver, 0);
   older.generation.count = 0;

@@ -165,12 +165,17 @@ TEST(DeviceTraining, MuonsSecondRoundIsMadeOnTheDevices) {
     training.update_mode = UpdateMode::kWait;
     for (const Verb verb : {Verb::kReadDirections, Verb::kGiveOrthogonal, Verb::kReceive}) {
       Service service(client::SharedMemoryUse::kAuto);
-      const auto lose = [&] { return service.EndSessions(world_size - 1); };
+      bool came = false;
+      const auto lose = [&] {
+        came = true;
+        return service.EndSessions(world_size - 1);
+      };
       ExpectSame(
           TrainWhole(training, ++seed,
                      Meddling(service.Optimizer(),
                               OnceAt({.verb = verb, .rank = world_size - 1, .step = 2}, lose))),
           made);
+      EXPECT_TRUE(came);
     }
   }
 }
