@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/histories/engine/engine_player.h"
 #include "tests/histories/random.h"
@@ -52,9 +53,19 @@ absl::Status EnginePlayer::Give(int chunk) {
   const size_t cut = bytes.size() / 3;
   const absl::Span<const std::byte> pieces[] = {bytes.subspan(0, cut), bytes.subspan(cut)};
   const int rank = stage_.layout().chunks()[chunk].rank;
-  return stage_.job().GiveOrthogonal(
-      {.rank = rank, .process_id = ranks_[rank].process_id, .generation = generation_}, step_,
-      chunk, pieces);
+  const Rank& side = ranks_[rank];
+  const RankHolder holder = {
+      .rank = rank, .process_id = side.process_id, .generation = generation_};
+  if (side.memory != nullptr && (chunk + given_variant_) % 2 == 0) {
+    const auto shared = stage_.job().ShareDirections(step_, chunk, side.process_id);
+    // The round may be over.
+    if (!shared.ok() && ReasonOf(shared.status()) != reason::kOtherStep) return shared.status();
+    side.memory->WriteGradient(chunk, bytes);
+    const absl::Status given = stage_.job().GiveOrthogonal(holder, step_, chunk, {});
+    // The engine may have lost the memory with its process.
+    if (!absl::IsUnavailable(given)) return given;
+  }
+  return stage_.job().GiveOrthogonal(holder, step_, chunk, pieces);
 }
 
 // What follows is not to be taken back by a death.
@@ -100,7 +111,9 @@ absl::Status EnginePlayer::Disturb(int kind, int rank, int chunk) {
           .rank = rank, .process_id = side.process_id, .generation = generation_};
       const bool is_own = stage_.layout().chunks()[chunk].rank == rank;
       const bool is_of_step = orthogonal_[chunk].empty();
-      const absl::Status given = stage_.job().GiveOrthogonal(holder, step_ + 1, chunk, {});
+      const absl::Span<const std::byte> nothing;
+      const absl::Status given =
+          stage_.job().GiveOrthogonal(holder, step_ + 1, chunk, {&nothing, 1});
       BALLAST_RETURN_IF_ERROR(
           ExpectCode(absl::StatusCode::kInvalidArgument, given, "O of the wrong size"));
       if (is_own || is_of_step) return absl::OkStatus();
