@@ -113,8 +113,8 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                          {{"process0", "memory0"}, {"process1", ""}})
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
-  EXPECT_EQ(bytes.size(), 3525u);
-  EXPECT_EQ(HashOf(bytes), "fb8e6cd3a7215aa61dac91f7e74f6fa8d0c9ec25fececbdce0428ca2bc07016f");
+  EXPECT_EQ(bytes.size(), 3526u);
+  EXPECT_EQ(HashOf(bytes), "6a6af433f01cfa267d68c96d6a7b931df78ee5195f8eb7275ff0bcfcaf6cbcbb");
 }
 
 }  // namespace
