@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 BIN = pathlib.Path(os.environ["BALLAST_BIN_DIR"])
 TRANSPORTS = ("in-process", "shared-memory", "unix", "tcp")
 TIMES = {"total_seconds", "exposed_seconds", "pace_seconds", "place_seconds", "push_seconds",
-         "decision_seconds", "weights_seconds", "update_seconds", "round_trip_seconds"}
+         "decision_seconds", "round_seconds", "weights_seconds", "update_seconds", "round_trip_seconds"}
 INFO = {"options", "shared_memory", "members", "weights_sha256", "norm", "clip_coefficient", "wall_seconds",
         "payload_bytes_up", "payload_bytes_down", "socket_bytes_up", "socket_bytes_down",
         "worker_cpu_seconds", "service_cpu_seconds", "cpu_seconds_per_gb", "worker_idle_memory",
@@ -73,6 +73,19 @@ class Bench(unittest.TestCase):
         self.assertEqual(len(set(hashes.values())), 1, hashes)
         other = self.worker(transport="unix", parameters=1_000_000, steps=3, seed=2)
         self.assertNotEqual(other["info"]["weights_sha256"], hashes["unix", "wait"])
+
+    def test_muons_rounds_end_with_the_same_weights_over_each_transport(self):
+        hashes = {}
+        for transport in TRANSPORTS:
+            run = self.worker(transport=transport, rule="muon", parameters=1_000_000, steps=3)
+            info = run["info"]
+            hashes[transport] = info["weights_sha256"]
+            self.assertGreater(run["figures"]["round_seconds"]["median"], 0)
+            # Directions and O beside gradients and weights.
+            self.assertEqual(info["payload_bytes_up"], 2 * 3 * 2 * 1_000_448)
+            if transport == "shared-memory":
+                self.assertLess(info["socket_bytes_up"] + info["socket_bytes_down"], 60_000)
+        self.assertEqual(len(set(hashes.values())), 1, hashes)
 
     def check_processes(self, transport: str, info: dict):
         """What is known of the service's process and of the sockets."""
