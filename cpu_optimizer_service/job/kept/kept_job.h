@@ -90,7 +90,7 @@
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
-inline constexpr uint32_t kKeptFormat = 2;
+inline constexpr uint32_t kKeptFormat = 3;
 
 class KeptJob {
  public:

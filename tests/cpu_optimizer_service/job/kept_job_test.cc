@@ -114,7 +114,7 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
   EXPECT_EQ(bytes.size(), 3526u);
-  EXPECT_EQ(HashOf(bytes), "6a6af433f01cfa267d68c96d6a7b931df78ee5195f8eb7275ff0bcfcaf6cbcbb");
+  EXPECT_EQ(HashOf(bytes), "e153cfb1d1d56af25d497dee2bc6e9fb5fadb16ce075050f6c2b01788e922f95");
 }
 
 }  // namespace
