@@ -187,6 +187,20 @@ __device__ __forceinline__ int64_t ThreadOfGrid() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
+// For all kThreads threads of a block, of which each gives `mine`: their sum, on every thread. Pairs
+// of threads are added. `of_threads` is shared.
+template <unsigned kThreads>
+__device__ __forceinline__ double SumOfBlock(double mine, double (&of_threads)[kThreads]) {
+  const unsigned thread = threadIdx.x;
+  of_threads[thread] = mine;
+  for (unsigned half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) of_threads[thread] += of_threads[thread + half];
+  }
+  __syncthreads();
+  return of_threads[0];
+}
+
 }  // namespace ballast::worker::cuda
 
 #endif  // BALLAST_GPU_WORKER_CUDA_NUMERIC_CUH_

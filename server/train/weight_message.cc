@@ -1,6 +1,9 @@
 #include "server/train/weight_message.h"
 
+#include <vector>
+
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
 
 namespace ballast::server {
 
@@ -13,6 +16,17 @@ OwnedWeights Owned(size_t size_bytes) {
 }
 
 }  // namespace
+
+absl::StatusOr<v1::ReadWeightsResponse> MakeFirstMessage(Job& job, uint64_t step, bool directions) {
+  v1::ReadWeightsResponse message;
+  message.set_step(step);
+  if (!directions) return message;
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<HyperParameters> values, job.ValuesOfDirections(step));
+  for (const HyperParameters& of_group : values) {
+    *message.add_hyper_parameters() = proto::ToProto(of_group);
+  }
+  return message;
+}
 
 absl::StatusOr<OwnedWeights> ReadWeights(Job& job, Generation generation, uint64_t step,
                                          int chunk) {

@@ -20,6 +20,10 @@ inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk, bool provisio
   return header;
 }
 
+// The first message of an answer: the step, and of directions the values that O is made with.
+// Returns the errors of Job::ValuesOfDirections.
+absl::StatusOr<v1::ReadWeightsResponse> MakeFirstMessage(Job& job, uint64_t step, bool directions);
+
 // A chunk's weights in their own memory.
 struct OwnedWeights {
   std::shared_ptr<std::byte[]> memory;

@@ -9,7 +9,6 @@
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "proto/convert.h"
 #include "proto/frame.h"
 #include "proto/status.h"
 #include "server/call_errors.h"
@@ -32,12 +31,13 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
     : pools_(pools),
       watched_(
           pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kAnswerSeconds)) {
-  const absl::Status opened = caller.ok() ? Open(engine, *caller, request) : caller.status();
-  if (!opened.ok()) {
-    Finish(proto::ToGrpc(opened));
+  const absl::StatusOr<v1::ReadWeightsResponse> first =
+      caller.ok() ? Open(engine, *caller, request) : caller.status();
+  if (!first.ok()) {
+    Finish(proto::ToGrpc(first.status()));
     return;
   }
-  Write(proto::SerializeControl(first_));
+  Write(proto::SerializeControl(*first));
 }
 
 void WeightsReader::Write(grpc::ByteBuffer bytes) {
@@ -62,8 +62,9 @@ void WeightsReader::OnDone() {
   delete this;
 }
 
-absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
-                                 const grpc::ByteBuffer& bytes) {
+absl::StatusOr<v1::ReadWeightsResponse> WeightsReader::Open(const Engine& engine,
+                                                            const Caller& caller,
+                                                            const grpc::ByteBuffer& bytes) {
   BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
   BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsRequest request,
                            proto::ParseRequest<v1::ReadWeightsRequest>(bytes, kMostRequestBytes));
@@ -87,15 +88,10 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
     return directions_ ? WithReason(other, reason::kOtherStep) : other;
   }
-  first_.set_step(step_);
-  if (directions_) {
-    BALLAST_ASSIGN_OR_RETURN(const std::vector<HyperParameters> values,
-                             job_->ValuesOfDirections(step_));
-    for (const HyperParameters& of_group : values) {
-      *first_.add_hyper_parameters() = proto::ToProto(of_group);
-    }
-  }
-  return ChooseChunks(request);
+  BALLAST_ASSIGN_OR_RETURN(v1::ReadWeightsResponse first,
+                           MakeFirstMessage(*job_, step_, directions_));
+  BALLAST_RETURN_IF_ERROR(ChooseChunks(request));
+  return first;
 }
 
 absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) {

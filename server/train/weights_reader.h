@@ -27,7 +27,9 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   void OnDone() override;
 
  private:
-  absl::Status Open(const Engine& engine, const Caller& caller, const grpc::ByteBuffer& request);
+  // The first message of the answer.
+  absl::StatusOr<v1::ReadWeightsResponse> Open(const Engine& engine, const Caller& caller,
+                                               const grpc::ByteBuffer& request);
   absl::Status ChooseChunks(const v1::ReadWeightsRequest& request);
   absl::StatusOr<grpc::ByteBuffer> NextChunk();
   void Write(grpc::ByteBuffer bytes);
@@ -40,8 +42,7 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   uint64_t step_ = 0;
   bool directions_ = false;  // They are read, not weights.
   std::string process_id_;   // Of who shares memory and reads them.
-  v1::ReadWeightsResponse first_;
-  int first_of_rank_ = 0;  // Layout::first_of_rank of the rank whose weights are read.
+  int first_of_rank_ = 0;    // Layout::first_of_rank of the rank whose weights are read.
   std::vector<int> chunks_;
   size_t next_ = 0;
   grpc::ByteBuffer write_buffer_;

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-constexpr int kSumThreads = 256;
+constexpr unsigned kSumThreads = 256;
 
 // One block: thread t adds every kSumThreads-th loss from t on, then pairs of threads are added.
 __global__ void __launch_bounds__(kSumThreads)
@@ -100,12 +100,8 @@ __global__ void __launch_bounds__(kSumThreads)
   double mine = 0;
 #pragma unroll 8
   for (int64_t row = thread; row < rows; row += kSumThreads) mine += losses[row];
-  of_threads[thread] = mine;
-  for (int half = kSumThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (thread < half) of_threads[thread] += of_threads[thread + half];
-  }
-  if (thread == 0) *sum = add ? *sum + of_threads[0] : of_threads[0];
+  const double all = SumOfBlock(mine, of_threads);
+  if (thread == 0) *sum = add ? *sum + all : all;
 }
 
 unsigned ThreadsFor(int packs) {

@@ -10,18 +10,6 @@ constexpr unsigned kThreads = 256;
 constexpr int64_t kElementsOfThread = 16;  // In the sum, for large matrices more.
 static_assert(kNormSums <= kThreads);
 
-// Of the block's threads; thread 0 has it. Pairs of threads are added.
-__device__ __forceinline__ double SumOfBlock(double mine, double* of_threads) {
-  const unsigned thread = threadIdx.x;
-  of_threads[thread] = mine;
-  for (unsigned half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (thread < half) of_threads[thread] += of_threads[thread + half];
-  }
-  __syncthreads();
-  return of_threads[0];
-}
-
 __global__ void __launch_bounds__(kThreads)
     SumSquaresKernel(int64_t elements, const BFloat16Bits* __restrict__ x, double* sums) {
   __shared__ double of_threads[kThreads];
@@ -50,8 +38,8 @@ __global__ void __launch_bounds__(kThreads)
 
 absl::Status DivideByNorm(DeviceStream& stream, int64_t elements, float eps, BFloat16Bits* x,
                           double* sums) {
-  const int64_t blocks = (elements + kThreads * kElementsOfThread - 1) / (kThreads * kElementsOfThread);
-  const Grid grid = {.blocks = dim3(blocks < kNormSums ? static_cast<unsigned>(blocks) : kNormSums),
+  const Grid whole = GridFor((elements + kElementsOfThread - 1) / kElementsOfThread, kThreads);
+  const Grid grid = {.blocks = dim3(whole.blocks.x < kNormSums ? whole.blocks.x : kNormSums),
                      .threads = kThreads};
   BALLAST_RETURN_IF_ERROR(
       Launch(stream, "sum of squares", grid, &SumSquaresKernel, elements, x, sums));

@@ -115,15 +115,8 @@ absl::StatusOr<v1::ReadWeightsResponse> EngineTransport::ReadWeights(
         if (request.has_step() && request.step() != step) {
           return absl::FailedPreconditionError("the job stands at another step");
         }
-        v1::ReadWeightsResponse first;
-        first.set_step(step);
-        if (request.directions()) {
-          BALLAST_ASSIGN_OR_RETURN(const std::vector<HyperParameters> values,
-                                   job->ValuesOfDirections(step));
-          for (const HyperParameters& of_group : values) {
-            *first.add_hyper_parameters() = proto::ToProto(of_group);
-          }
-        }
+        BALLAST_ASSIGN_OR_RETURN(v1::ReadWeightsResponse first,
+                                 server::MakeFirstMessage(*job, step, request.directions()));
         for (const uint32_t chunk : request.chunks()) {
           const int in_job = static_cast<int>(chunk) + job->layout().first_of_rank(request.rank());
           BALLAST_ASSIGN_OR_RETURN(
