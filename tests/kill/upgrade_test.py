@@ -15,8 +15,8 @@ import subprocess
 import tempfile
 import unittest
 
-from runs import (BIN, PATIENCE, Run, Service, Training, await_, child_of, difference, read, result_of, served, tail,
-                  undisturbed_result)
+from runs import (BIN, PATIENCE, ROOT, Run, Service, Training, await_, child_of, difference, read, result_of, served,
+                  tail, undisturbed_result)
 from save_test import Trainer
 
 import processes
@@ -24,8 +24,15 @@ from processes import end_group, start
 
 UPGRADES = 5
 TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
-# Of this version (server/holder/holder_table.h, kept_job.h).
-PROTOCOL, FORMAT = 1, 2
+
+
+def number_in(header, name):
+    """The value of a constant of this version."""
+    return int(re.search(rf"\b{name} = (\d+);", (ROOT / header).read_text())[1])
+
+
+PROTOCOL = number_in("server/holder/holder_table.h", "kHolderProtocol")
+FORMAT = number_in("cpu_optimizer_service/job/kept/kept_job.h", "kKeptFormat")
 
 
 def upgrade(process, program=BIN / "ballastd"):
