@@ -1,4 +1,4 @@
-// The fp32 planes of a parameter's state.
+// The planes of a parameter's state.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLANE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLANE_H_
 
@@ -10,12 +10,27 @@
 
 namespace ballast {
 
-// Named as in torch.optim. Which of them a group has depends on its rule (rule.h).
-enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMomentumBuffer, kSum };
-inline constexpr std::array<absl::string_view, 6> kPlaneNames = {
-    "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"};
-inline constexpr int kPlaneKinds = static_cast<int>(kPlaneNames.size());
-inline absl::string_view Name(Plane plane) { return kPlaneNames[static_cast<int>(plane)]; }
+// Values, named as in torch.optim: which of them a group has depends on its rule (rule.h). Then what is
+// stored beside a plane in fewer bytes (packed/state_format.h), which is no plane of a group.
+enum class Plane : uint8_t {
+  kMaster,
+  kExpAvg,
+  kExpAvgSq,
+  kMaxExpAvgSq,
+  kMomentumBuffer,
+  kSum,
+  kMasterRemainder,
+  kExpAvgScale,
+  kExpAvgSqScale,
+};
+inline constexpr int kPlaneKinds = 6;  // Of values.
+inline constexpr int kStoredPlaneKinds = 9;
+inline constexpr std::array<absl::string_view, kStoredPlaneKinds> kStoredPlaneNames = {
+    "master",           "exp_avg",          "exp_avg_sq",
+    "max_exp_avg_sq",   "momentum_buffer",  "sum",
+    "master_remainder", "exp_avg_scale",    "exp_avg_sq_scale"};
+inline constexpr auto kPlaneNames = absl::MakeConstSpan(kStoredPlaneNames).first(kPlaneKinds);
+inline absl::string_view Name(Plane plane) { return kStoredPlaneNames[static_cast<int>(plane)]; }
 
 // The most that a group has.
 inline constexpr int kMaxPlanes = 4;

@@ -61,14 +61,15 @@ struct AdamKernel {
   }
 };
 
-// The options are chosen here, above every loop.
-template <WeightDecay kDecay>
-void UpdateForAmsgrad(const RuleRun& run, const AdamScalars& s, RedoWriter* redo) {
-  if (run.from[3] != nullptr) return UpdateByKernel<AdamKernel<kDecay, true>>(run, s, redo);
+// The options are chosen here, above every loop. `Run`: RuleRun or PackedRun.
+template <WeightDecay kDecay, class Run>
+void UpdateForAmsgrad(const Run& run, const AdamScalars& s, RedoWriter* redo) {
+  if (HasPlace(run, 3)) return UpdateByKernel<AdamKernel<kDecay, true>>(run, s, redo);
   return UpdateByKernel<AdamKernel<kDecay, false>>(run, s, redo);
 }
 
-HWY_NOINLINE void UpdateAdamRun(const RuleRun& run, const AdamScalars& s, RedoWriter* redo) {
+template <class Run>
+void UpdateByAdam(const Run& run, const AdamScalars& s, RedoWriter* redo) {
   switch (s.weight_decay_kind) {
     case WeightDecay::kNone:
       return UpdateForAmsgrad<WeightDecay::kNone>(run, s, redo);

@@ -16,6 +16,9 @@ HWY_BEFORE_NAMESPACE();
 namespace ballast {
 namespace HWY_NAMESPACE {
 
+void UpdateAdamRun(const RuleRun& run, const AdamScalars& s, RedoWriter* redo) {
+  UpdateByAdam(run, s, redo);
+}
 int64_t ThisTarget() { return HWY_TARGET; }
 
 }  // namespace HWY_NAMESPACE

@@ -13,6 +13,7 @@
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/rules/adam.h"
 #include "cpu_optimizer_service/common/rules/newton_schulz.h"
@@ -25,6 +26,9 @@ namespace ballast {
 void UpdateByRule(const RuleRun& run, RedoWriter* redo = nullptr);
 // The same for Adam, with scalars instead of run.values.
 void UpdateAdam(const RuleRun& run, const AdamScalars& scalars, RedoWriter* redo = nullptr);
+
+// UpdatePackedReference, vectorised.
+void UpdatePacked(const PackedRun& run, RedoWriter* redo = nullptr);
 
 // sums[b] = BlockSumOfSquaresReference of block b of `gradient`; sums.size() blocks.
 void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums);

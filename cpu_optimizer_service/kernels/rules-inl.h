@@ -9,7 +9,6 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_RULES_INL_H_
 #endif
 
-#include <algorithm>
 #include <cstdint>
 
 #include "cpu_optimizer_service/common/rules/adagrad.h"
@@ -149,43 +148,24 @@ struct MuonWeightKernel {
   }
 };
 
-HWY_NOINLINE void UpdateSgdRun(const RuleRun& run, RedoWriter* redo) {
-  const SgdScalars s = MakeSgdScalars(run);
-  if (run.from[1] != nullptr) return UpdateByKernel<SgdKernel<true>>(run, s, redo);
+// `Run`: RuleRun or PackedRun.
+template <class Run>
+void UpdateBySgd(const Run& run, RedoWriter* redo) {
+  const SgdScalars s = MakeSgdScalars(RuleOf(run));
+  if (HasPlace(run, 1)) return UpdateByKernel<SgdKernel<true>>(run, s, redo);
   return UpdateByKernel<SgdKernel<false>>(run, s, redo);
 }
-HWY_NOINLINE void UpdateLionRun(const RuleRun& run, RedoWriter* redo) {
-  UpdateByKernel<LionKernel>(run, MakeLionScalars(run), redo);
+template <class Run>
+void UpdateByLion(const Run& run, RedoWriter* redo) {
+  UpdateByKernel<LionKernel>(run, MakeLionScalars(RuleOf(run)), redo);
 }
-HWY_NOINLINE void UpdateAdagradRun(const RuleRun& run, RedoWriter* redo) {
-  UpdateByKernel<AdagradKernel>(run, MakeAdagradScalars(run), redo);
+template <class Run>
+void UpdateByAdagrad(const Run& run, RedoWriter* redo) {
+  UpdateByKernel<AdagradKernel>(run, MakeAdagradScalars(RuleOf(run)), redo);
 }
-HWY_NOINLINE void UpdateSignSgdRun(const RuleRun& run, RedoWriter* redo) {
-  UpdateByKernel<SignSgdKernel>(run, MakeSignSgdScalars(run), redo);
-}
-HWY_NOINLINE void UpdateMuonRun(const RuleRun& run, RedoWriter* redo) {
-  if (run.round == Round::kSecond) {
-    return UpdateByKernel<MuonWeightKernel>(run, MakeMuonWeightScalars(run), redo);
-  }
-  const MuonDirectionScalars s = MakeMuonDirectionScalars(run);
-  RuleRun direction = run;
-  direction.from[0] = run.from[1];
-  direction.to[0] = run.to[1];
-  if (!s.is_again) return UpdateByKernel<MuonDirectionKernel<false>>(direction, s, redo);
-  // The loop stores what it has computed of the plane; here nobody wants that.
-  constexpr int64_t kPiece = 1024;
-  float unwanted[kPiece];
-  direction.to[0] = unwanted;
-  for (int64_t begin = 0; begin < run.elements; begin += kPiece) {
-    const auto at = [begin](const void* data, DType dtype) {
-      return static_cast<const char*>(data) + begin * SizeBytes(dtype);
-    };
-    direction.elements = std::min(kPiece, run.elements - begin);
-    direction.gradient = at(run.gradient, run.gradient_dtype);
-    direction.from[0] = run.from[1] + begin;
-    direction.shard = const_cast<char*>(at(run.shard, run.shard_dtype));
-    UpdateByKernel<MuonDirectionKernel<true>>(direction, s, nullptr);
-  }
+template <class Run>
+void UpdateBySignSgd(const Run& run, RedoWriter* redo) {
+  UpdateByKernel<SignSgdKernel>(run, MakeSignSgdScalars(RuleOf(run)), redo);
 }
 
 }  // namespace HWY_NAMESPACE

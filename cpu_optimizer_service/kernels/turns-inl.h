@@ -297,6 +297,10 @@ void UpdateForShard(const RuleRun& run, const typename Kernel::Scalars& s, RedoW
   }
 }
 
+// What both kinds of runs have (packed-inl.h has that of packed state).
+HWY_INLINE const RuleRun& RuleOf(const RuleRun& run) { return run; }
+HWY_INLINE bool HasPlace(const RuleRun& run, size_t place) { return run.from[place] != nullptr; }
+
 template <class Kernel>
 void UpdateByKernel(const RuleRun& run, const typename Kernel::Scalars& s, RedoWriter* redo) {
   switch (run.gradient_dtype) {

@@ -29,7 +29,7 @@
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/named_memory.h"
-#include "cpu_optimizer_service/state/slot.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 
 namespace ballast {
 

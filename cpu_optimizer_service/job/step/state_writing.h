@@ -24,7 +24,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
-#include "cpu_optimizer_service/state/slot.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 
 namespace ballast {
 

@@ -1,0 +1,199 @@
+#include "cpu_optimizer_service/common/packed/packed_state.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/packed/codes.h"
+#include "cpu_optimizer_service/common/rounding.h"
+
+namespace ballast {
+namespace {
+
+// By a plane of 8-bit codes.
+Plane ScaleOf(Plane plane) {
+  return plane == Plane::kExpAvg ? Plane::kExpAvgScale : Plane::kExpAvgSqScale;
+}
+
+float Largest(absl::Span<const float> values) {
+  float largest = 0;
+  for (const float value : values) largest = std::max(largest, std::fabs(value));
+  return largest;
+}
+
+// A group of 8-bit codes, from `begin` on.
+void WriteGroup(const Slot& slot, Plane plane, int64_t begin, absl::Span<const float> values,
+                const Thresholds& thresholds) {
+  float& scale = slot.As<float>(ScaleOf(plane))[begin / kPackedGroup];
+  scale = Largest(values);
+  if (plane == Plane::kExpAvg) {
+    const float factor = FactorOfExpAvg(scale);
+    for (size_t i = 0; i < values.size(); ++i) {
+      slot.As<int8_t>(plane)[begin + i] = PackExpAvg(values[i], factor, thresholds[i]);
+    }
+  } else {
+    scale = std::sqrt(scale);
+    const float factor = FactorOfExpAvgSq(scale);
+    for (size_t i = 0; i < values.size(); ++i) {
+      slot.As<uint8_t>(plane)[begin + i] = PackExpAvgSq(values[i], factor, thresholds[i]);
+    }
+  }
+}
+
+void WriteValues(const Slot& slot, Plane plane, int64_t begin, absl::Span<const float> values,
+                 const Thresholds& thresholds) {
+  const auto elements = static_cast<int64_t>(values.size());
+  if (slot.format == StateFormat::kFloat32) {
+    std::copy(values.begin(), values.end(), slot[plane] + begin);
+  } else if (plane == Plane::kMaster) {
+    std::ranges::transform(values, slot.As<uint16_t>(plane) + begin, PackWeight);
+    std::ranges::transform(values, slot.As<uint16_t>(Plane::kMasterRemainder) + begin,
+                           PackRemainder);
+  } else if (slot.format == StateFormat::kBFloat16) {
+    std::ranges::transform(values, slot.As<uint16_t>(plane) + begin, FloatToBFloat16);
+  } else {
+    for (int64_t i = 0; i < elements; i += kPackedGroup) {
+      WriteGroup(slot, plane, begin + i, values.subspan(i, kPackedGroup), thresholds);
+    }
+  }
+}
+
+Thresholds ToNearest() {
+  Thresholds all;
+  all.fill(0.5f);
+  return all;
+}
+
+}  // namespace
+
+PackedThresholds::PackedThresholds(int64_t update_count) {
+  // Multiples of an irrational number are spread evenly between 0 and 1, and so are those of two, by
+  // update and by place (M. Roberts, 2018: the sequence R2).
+  uint32_t sequence = static_cast<uint32_t>(update_count) * 0xc13fa9a9u;
+  for (size_t i = 0; i < kPackedGroup; ++i, sequence += 0x91e10da5u) {
+    // 1/1024 to 1023/1024, so that an exact code stays what it is in spite of roundings.
+    const auto value = [](uint32_t bits) { return (static_cast<float>(bits >> 23) + 0.5f) * 0x1p-9f; };
+    exp_avg[i] = value(sequence);
+    exp_avg_sq[i] = value(sequence + 0x80000000u);
+  }
+}
+
+absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format) {
+  const auto refuse = [&](const auto&... why) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("state ", Name(format), " is not for ", RowOf(values.rule).name, why...));
+  };
+  if (format == StateFormat::kFloat32) return absl::OkStatus();
+  if (HasTwoRounds(values.rule)) return refuse("; use fp32");
+  if (format == StateFormat::k8Bit) {
+    if (values.rule != Rule::kAdam) return refuse(", only for adam; use bf16 or fp32");
+    if (values.amsgrad) return refuse(" with amsgrad; use bf16 or fp32");
+  } else if (HasPlane(values, Plane::kExpAvgSq) && values.beta2 > kMostBeta2OfBFloat16) {
+    return refuse(" with beta2 ", values.beta2, ": above ", kMostBeta2OfBFloat16,
+                  " exp_avg_sq would not follow the gradients; use 8bit or fp32");
+  }
+  return absl::OkStatus();
+}
+
+StateBounds BoundsStored(StateBounds bounds, StateFormat format) {
+  if (format == StateFormat::kFloat32) return bounds;
+  // A step of bf16, and more than the roundings of a code.
+  constexpr double kRounding = 1 + 0x1p-7;
+  for (size_t place = 1; place < bounds.planes.size(); ++place) {
+    bounds.planes[place] *= kRounding;
+    if (!(bounds.planes[place] <= kMostPackedMoment)) return {};
+  }
+  return bounds;
+}
+
+void ReadPlane(const Slot& slot, Plane plane, int64_t begin, absl::Span<float> out) {
+  const auto elements = static_cast<int64_t>(out.size());
+  if (slot.format == StateFormat::kFloat32) {
+    std::copy_n(slot[plane] + begin, elements, out.begin());
+  } else if (plane == Plane::kMaster) {
+    std::transform(slot.As<uint16_t>(plane) + begin, slot.As<uint16_t>(plane) + begin + elements,
+                   slot.As<uint16_t>(Plane::kMasterRemainder) + begin, out.begin(), UnpackMaster);
+  } else if (slot.format == StateFormat::kBFloat16) {
+    std::transform(slot.As<uint16_t>(plane) + begin, slot.As<uint16_t>(plane) + begin + elements,
+                   out.begin(), BFloat16ToFloat);
+  } else {
+    const float* const scales = slot.As<float>(ScaleOf(plane));
+    for (int64_t i = 0; i < elements; ++i) {
+      const float scale = scales[(begin + i) / kPackedGroup];
+      out[i] = plane == Plane::kExpAvg ? UnpackExpAvg(slot.As<int8_t>(plane)[begin + i], scale)
+                                       : UnpackExpAvgSq(slot.As<uint8_t>(plane)[begin + i], scale);
+    }
+  }
+}
+
+void WritePlane(const Slot& slot, Plane plane, int64_t begin, absl::Span<const float> values) {
+  static const Thresholds to_nearest = ToNearest();
+  WriteValues(slot, plane, begin, values, to_nearest);
+}
+
+void CopyStored(const Slot& from, const Slot& to, int64_t begin, int64_t elements) {
+  const auto each = [&](Plane plane, int64_t first_byte, int64_t bytes) {
+    if (from.As<std::byte>(plane) == to.As<std::byte>(plane)) return;
+    std::memcpy(to.As<std::byte>(plane) + first_byte, from.As<std::byte>(plane) + first_byte,
+                static_cast<size_t>(bytes));
+  };
+  for (int kind = 0; kind < kStoredPlaneKinds; ++kind) {
+    const auto plane = static_cast<Plane>(kind);
+    if (from.planes[kind] == nullptr) continue;
+    if (plane == Plane::kExpAvgScale || plane == Plane::kExpAvgSqScale) {
+      // The scale of a group that padding begins in is that of the parameter before it.
+      const int64_t first = DivideUp(begin, kPackedGroup) * int64_t{sizeof(float)};
+      const int64_t end = StoredBytes(from.format, plane, begin + elements);
+      each(plane, first, std::max<int64_t>(end - first, 0));
+    } else {
+      each(plane, StoredBytes(from.format, plane, begin),
+           StoredBytes(from.format, plane, elements));
+    }
+  }
+}
+
+void ReadWeights(const Slot& slot, int64_t begin, int64_t elements, DType dtype, void* out) {
+  if (slot.format != StateFormat::kFloat32 && dtype == DType::kBFloat16) {
+    std::memcpy(out, slot.As<uint16_t>(Plane::kMaster) + begin, elements * sizeof(uint16_t));
+    return;
+  }
+  for (int64_t i = 0; i < elements; ++i) {
+    float value = 0;
+    ReadPlane(slot, Plane::kMaster, begin + i, absl::MakeSpan(&value, 1));
+    StoreElement(out, dtype, i, value);
+  }
+}
+
+void UpdatePackedReference(const PackedRun& run) {
+  const PlaneList planes = PlanesOf(*run.rule.values);
+  const PackedThresholds thresholds(run.rule.update_count);
+  float values[kMaxPlanes][kPackedGroup];
+  for (int64_t i = 0; i < run.rule.elements; i += kPackedGroup) {
+    RuleRun group = run.rule;
+    group.elements = std::min(kPackedGroup, run.rule.elements - i);
+    group.gradient = static_cast<const std::byte*>(run.rule.gradient) +
+                     i * SizeBytes(run.rule.gradient_dtype);
+    group.shard = nullptr;
+    for (size_t place = 0; place < planes.size(); ++place) {
+      group.from[place] = group.to[place] = values[place];
+      ReadPlane(run.from, planes[place], run.from_begin + i,
+                absl::MakeSpan(values[place], group.elements));
+    }
+    UpdateReference(group);
+    for (size_t place = 0; place < planes.size(); ++place) {
+      WriteValues(run.to, planes[place], run.to_begin + i,
+                  absl::MakeConstSpan(values[place], group.elements),
+                  planes[place] == Plane::kExpAvg ? thresholds.exp_avg : thresholds.exp_avg_sq);
+    }
+    if (run.rule.shard == nullptr) continue;
+    ReadWeights(run.to, run.to_begin + i, group.elements, run.rule.shard_dtype,
+                static_cast<std::byte*>(run.rule.shard) + i * SizeBytes(run.rule.shard_dtype));
+  }
+}
+
+}  // namespace ballast

@@ -1,0 +1,53 @@
+// State in the formats of state_format.h: read and written as fp32 values, and updated.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
+#include "cpu_optimizer_service/common/rule.h"
+
+namespace ballast {
+
+// INVALID_ARGUMENT: the rule, or one of its options, has no state in that format. Of bf16 it is a
+// beta2 above kMostBeta2OfBFloat16: exp_avg_sq then changes by less than half a step of bf16 in an
+// update, and stays where it is.
+inline constexpr double kMostBeta2OfBFloat16 = 0.98;
+absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format);
+
+// A larger moment counts as not finite: sums of two fit fp32.
+inline constexpr double kMostPackedMoment = 0x1p126;
+// Bounds after values within `bounds` are stored in the format.
+StateBounds BoundsStored(StateBounds bounds, StateFormat format);
+
+// Values of elements [begin, begin + out.size()) of `plane`, in any format.
+void ReadPlane(const Slot& slot, Plane plane, int64_t begin, absl::Span<float> out);
+// Stores them, rounded to nearest. In packed formats `begin` is a multiple of kPackedGroup, and no
+// elements of the last group are behind the values.
+void WritePlane(const Slot& slot, Plane plane, int64_t begin, absl::Span<const float> values);
+// Copies what is stored of elements [begin, begin + elements) of all planes: parameters, from a multiple
+// of kPackedGroup on, or padding.
+void CopyStored(const Slot& from, const Slot& to, int64_t begin, int64_t elements);
+// What goes out of them: `dtype` of the master weights.
+void ReadWeights(const Slot& slot, int64_t begin, int64_t elements, DType dtype, void* out);
+
+// As RuleRun, for packed state. `rule.from` and `rule.to` are not used.
+struct PackedRun {
+  RuleRun rule;
+  Slot from;
+  Slot to;  // Of the same format.
+  // The first elements, multiples of kPackedGroup.
+  int64_t from_begin = 0;
+  int64_t to_begin = 0;
+};
+
+// The specification: the rule's reference on the values, which are then stored. The vector version is
+// UpdatePacked in kernels.h.
+void UpdatePackedReference(const PackedRun& run);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_

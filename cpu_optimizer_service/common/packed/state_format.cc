@@ -1,0 +1,46 @@
+#include "cpu_optimizer_service/common/packed/state_format.h"
+
+#include <algorithm>
+#include <array>
+
+#include "cpu_optimizer_service/common/rounding.h"
+
+namespace ballast {
+namespace {
+
+constexpr std::array<absl::string_view, 3> kNames = {"fp32", "bf16", "8bit"};
+
+}  // namespace
+
+absl::string_view Name(StateFormat format) { return kNames[static_cast<size_t>(format)]; }
+
+std::optional<StateFormat> FindStateFormat(absl::string_view name) {
+  const auto found = std::ranges::find(kNames, name);
+  if (found == kNames.end()) return std::nullopt;
+  return static_cast<StateFormat>(found - kNames.begin());
+}
+
+StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format) {
+  StoredPlanes stored(planes.begin(), planes.end());
+  if (format != StateFormat::kFloat32) stored.push_back(Plane::kMasterRemainder);
+  if (format == StateFormat::k8Bit) {
+    stored.insert(stored.end(), {Plane::kExpAvgScale, Plane::kExpAvgSqScale});
+  }
+  return stored;
+}
+
+int64_t StoredBytes(StateFormat format, Plane stored, int64_t elements) {
+  if (format == StateFormat::kFloat32) return elements * int64_t{sizeof(float)};
+  switch (stored) {
+    case Plane::kExpAvgScale:
+    case Plane::kExpAvgSqScale:
+      return DivideUp(elements, kPackedGroup) * int64_t{sizeof(float)};
+    case Plane::kMaster:
+    case Plane::kMasterRemainder:
+      return elements * int64_t{sizeof(uint16_t)};
+    default:
+      return elements * (format == StateFormat::k8Bit ? 1 : int64_t{sizeof(uint16_t)});
+  }
+}
+
+}  // namespace ballast

@@ -1,0 +1,66 @@
+// The formats of a group's state. The values are the same planes in each; what is stored of them
+// differs:
+//
+//               master                        moments
+//   fp32        fp32                          fp32
+//   bf16        bf16 weights, remainder       bf16
+//   8bit        bf16 weights, remainder       a code of 8 bits, and a scale for 64 elements
+//
+//   plane       stored                                              bytes an element
+//   master      bf16 weights: what is published                     2
+//               master_remainder: 16 bits, so that master is fp32   2
+//   a moment    bf16: rounded to nearest, ties to even              2
+//   exp_avg     8bit: int8, and exp_avg_scale in fp32               1 + 1/16
+//   exp_avg_sq  8bit: uint8, and exp_avg_sq_scale in fp32           1 + 1/16
+//
+// The weights are the master rounded to nearest, ties away from zero, so that
+// bits(master) = (bits(weights) << 16) + remainder, the remainder being signed.
+//
+// Codes are proportional to square roots: of m, and of sqrt(v). Of a group of 64 consecutive elements of
+// a parameter, in fp32, each operation rounded, P as in rules/arithmetic.h:
+//
+//   a = max |m|                         the scale
+//   y = sqrt(|m| * (1 / max(a, 2^-126))) * 127, with m's sign
+//   q = floor(y + 128 + u) - 128        m = P(s * |s| * a), s = q * (1/127)
+//
+//   b = sqrt(max v)                     the scale
+//   z = sqrt(sqrt(v) * (1 / max(b, 2^-63))) * 255
+//   q = min(floor(z + u), 255), but at least 1 where v > 0
+//                                       v = P(r * r), r = s * s * b, s = q * (1/255)
+//
+// The largest element of a group is exact. What is read, and stored to nearest (u = 1/2), is as it was.
+//
+// In an update u differs by the update's number and the element's place in its group, and over updates
+// it is spread evenly between 0 and 1. Rounded to nearest, a moment whose change in an update is less
+// than half a step of its code would never change: exp_avg_sq changes by a thousandth with a beta2 of
+// 0.999, and a step is a hundredth. u is a function of the update alone, so its bits are the same
+// whoever makes it, and however often.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/plane.h"
+
+namespace ballast {
+
+enum class StateFormat : uint8_t { kFloat32, kBFloat16, k8Bit };
+
+absl::string_view Name(StateFormat format);  // "fp32", "bf16", "8bit".
+std::optional<StateFormat> FindStateFormat(absl::string_view name);
+
+// Elements with one scale. In every packed format a part of a parameter begins at a multiple.
+inline constexpr int64_t kPackedGroup = 64;
+
+// What is stored of a group with `planes`.
+using StoredPlanes = absl::InlinedVector<Plane, kStoredPlaneKinds>;
+StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format);
+// Of `elements` of a stored plane, from a multiple of kPackedGroup on.
+int64_t StoredBytes(StateFormat format, Plane stored, int64_t elements);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_
