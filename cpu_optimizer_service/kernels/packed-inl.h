@@ -47,43 +47,56 @@ HWY_INLINE void PackMaster(FloatVec master, uint16_t* weights, uint16_t* remaind
   hn::StoreU(hn::DemoteTo(d16, hn::BitCast(IntTag(), low)), d16, remainders);
 }
 
+using IntVec = hn::Vec<IntTag>;
+
+template <bool kCareful>
+HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) {
+  const FloatTag d;
+  const IntVec bits = hn::Add(hn::ShiftLeft<kCodeShift>(codes), hn::Set(IntTag(), table.c_bits));
+  const FloatVec part = hn::Mul(hn::Sub(hn::BitCast(d, bits), hn::Set(d, table.c)),
+                                hn::Set(d, table.inverse_d));
+  return PIf<kCareful>(hn::Mul(part, hn::Set(d, scale)));
+}
+
+HWY_INLINE IntVec CodesOf(const CodeTable& table, FloatVec magnitudes, float factor,
+                          const int32_t* u) {
+  const FloatTag d;
+  const FloatVec part = hn::Mul(magnitudes, hn::Set(d, factor));
+  const FloatVec y = hn::Add(hn::Mul(part, hn::Set(d, table.d)), hn::Set(d, table.c));
+  const IntVec above = hn::Sub(hn::BitCast(IntTag(), y), hn::Set(IntTag(), table.c_bits));
+  return hn::ShiftRight<kCodeShift>(hn::Add(above, hn::LoadU(IntTag(), u)));
+}
+
 template <bool kCareful>
 HWY_INLINE FloatVec UnpackExpAvg(const int8_t* codes, float scale) {
   const FloatTag d;
+  const IntTag di;
   const hn::Rebind<int8_t, FloatTag> d8;
-  const FloatVec q = hn::ConvertTo(d, hn::PromoteTo(IntTag(), hn::LoadU(d8, codes)));
-  const FloatVec s = hn::Mul(q, hn::Set(d, 1 / kExpAvgCodes));
-  return PIf<kCareful>(hn::Mul(hn::Mul(s, hn::Abs(s)), hn::Set(d, scale)));
+  const IntVec q = hn::PromoteTo(di, hn::LoadU(d8, codes));
+  const FloatVec value = ValuesOf<kCareful>(kExpAvgCodes, hn::Abs(q), scale);
+  return hn::BitCast(d, hn::Or(hn::BitCast(di, value), hn::And(q, hn::Set(di, INT32_MIN))));
 }
 
-HWY_INLINE void PackExpAvg(FloatVec m, float factor, FloatVec u, int8_t* codes) {
-  const FloatTag d;
+HWY_INLINE void PackExpAvg(FloatVec m, float factor, const int32_t* u, int8_t* codes) {
   const hn::Rebind<int8_t, FloatTag> d8;
-  const FloatVec root = hn::Sqrt(hn::Mul(hn::Abs(m), hn::Set(d, factor)));
-  const FloatVec y = hn::CopySign(hn::Mul(root, hn::Set(d, kExpAvgCodes)), m);
-  const auto q = hn::ConvertTo(IntTag(), hn::Add(hn::Add(y, hn::Set(d, 128.0f)), u));
-  hn::StoreU(hn::DemoteTo(d8, hn::Sub(q, hn::Set(IntTag(), 128))), d8, codes);
+  const IntVec q = CodesOf(kExpAvgCodes, hn::Abs(m), factor, u);
+  const IntVec sign = hn::ShiftRight<31>(hn::BitCast(IntTag(), m));
+  hn::StoreU(hn::DemoteTo(d8, hn::Sub(hn::Xor(q, sign), sign)), d8, codes);
 }
 
 template <bool kCareful>
 HWY_INLINE FloatVec UnpackExpAvgSq(const uint8_t* codes, float scale) {
-  const FloatTag d;
   const hn::Rebind<uint8_t, FloatTag> d8;
-  const FloatVec q = hn::ConvertTo(d, hn::PromoteTo(IntTag(), hn::LoadU(d8, codes)));
-  const FloatVec s = hn::Mul(q, hn::Set(d, 1 / kExpAvgSqCodes));
-  const FloatVec r = hn::Mul(hn::Mul(s, s), hn::Set(d, scale));
-  return PIf<kCareful>(hn::Mul(r, r));
+  return ValuesOf<kCareful>(kExpAvgSqCodes, hn::PromoteTo(IntTag(), hn::LoadU(d8, codes)), scale);
 }
 
-// `r`: sqrt(v).
-HWY_INLINE void PackExpAvgSq(FloatVec r, float factor, FloatVec u, uint8_t* codes) {
-  const FloatTag d;
+HWY_INLINE void PackExpAvgSq(FloatVec v, float factor, const int32_t* u, uint8_t* codes) {
+  const IntTag di;
   const hn::Rebind<uint8_t, FloatTag> d8;
-  const FloatVec root = hn::Sqrt(hn::Mul(r, hn::Set(d, factor)));
-  const FloatVec z = hn::Add(hn::Mul(root, hn::Set(d, kExpAvgSqCodes)), u);
-  const FloatVec least = hn::IfThenElseZero(hn::Gt(r, hn::Zero(d)), hn::Set(d, 1.0f));
-  // DemoteTo saturates at 255.
-  hn::StoreU(hn::DemoteTo(d8, hn::ConvertTo(IntTag(), hn::Max(z, least))), d8, codes);
+  const IntVec q = CodesOf(kExpAvgSqCodes, v, factor, u);
+  // Not negative: so its bits are 0, or at least 1.
+  const IntVec least = hn::Min(hn::BitCast(di, v), hn::Set(di, 1));
+  hn::StoreU(hn::DemoteTo(d8, hn::Max(q, least)), d8, codes);
 }
 
 HWY_INLINE void PackBFloat16(FloatVec value, uint16_t* to) {
@@ -97,7 +110,7 @@ HWY_INLINE void PackBFloat16(FloatVec value, uint16_t* to) {
 template <class Kernel, StateFormat kFormat>
 using TurnValues = float[Kernel::kPlanes][PackedTurnElements(kFormat)];
 
-// The new values of the turn at `from`; of exp_avg_sq in 8bit their roots. False: the quick way does not do.
+// The new values of the turn at `from`. False: the quick way does not do.
 template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
 HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from, const void* gradient,
                                   const typename Kernel::Scalars& s,
@@ -117,8 +130,6 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from, const void* gradient
       }
     }
     Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, large);
-    // Of exp_avg_sq its codes need the root, which the update has just taken.
-    if constexpr (kFormat == StateFormat::k8Bit) planes[2] = hn::Sqrt(planes[2]);
     ForEachPlace<Kernel>(
         [&](auto place) HWY_ATTR { hn::Store(planes[place], d, values[place] + i); });
   }
@@ -145,12 +156,12 @@ HWY_INLINE void PackTurn(const TurnValues<Kernel, kFormat>& values, const Packed
     const float scale_sq = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
     *to.scales[1] = scale;
     *to.scales[2] = scale_sq;
-    const float factor = FactorOfExpAvg(scale);
-    const float factor_sq = FactorOfExpAvgSq(scale_sq);
+    const float factor = FactorOf(scale);
+    const float factor_sq = FactorOf(scale_sq);
     for (size_t i = 0; i < kElements; i += lanes) {
-      PackExpAvg(hn::Load(d, values[1] + i), factor, hn::LoadU(d, u.exp_avg.data() + i),
+      PackExpAvg(hn::Load(d, values[1] + i), factor, u.exp_avg.data() + i,
                  to.As<int8_t>(1) + i);
-      PackExpAvgSq(hn::Load(d, values[2] + i), factor_sq, hn::LoadU(d, u.exp_avg_sq.data() + i),
+      PackExpAvgSq(hn::Load(d, values[2] + i), factor_sq, u.exp_avg_sq.data() + i,
                    to.As<uint8_t>(2) + i);
     }
   } else {

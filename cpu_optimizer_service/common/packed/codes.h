@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 
 #include "cpu_optimizer_service/common/packed/state_format.h"
 #include "cpu_optimizer_service/common/rules/arithmetic.h"
@@ -30,7 +31,7 @@ inline float UnpackMaster(uint16_t weight, uint16_t remainder) {
 // ---- 8bit
 
 // `u` of the codes, by an element's place in its group.
-using Thresholds = std::array<float, kPackedGroup>;
+using Thresholds = std::array<int32_t, kPackedGroup>;
 // Of an update.
 struct PackedThresholds {
   explicit PackedThresholds(int64_t update_count);
@@ -40,33 +41,53 @@ struct PackedThresholds {
 // Of values from elsewhere: to nearest.
 inline constexpr float kNearest = 0.5f;
 
-inline constexpr float kExpAvgCodes = 127;
-inline constexpr float kExpAvgSqCodes = 255;
+inline constexpr int kCodeShift = 19;
+
+// The codes of one plane.
+struct CodeTable {
+  // F of the largest code.
+  static constexpr float Last(float c, int32_t codes) {
+    return std::bit_cast<float>(std::bit_cast<int32_t>(c) + (codes << kCodeShift));
+  }
+  constexpr CodeTable(float c, int32_t codes)
+      : c(c), c_bits(std::bit_cast<int32_t>(c)), d(Last(c, codes) - c), inverse_d(1 / d) {}
+
+  int32_t Code(float x, float factor, int32_t u) const {
+    const float y = std::fabs(x) * factor * d + c;
+    return (std::bit_cast<int32_t>(y) - c_bits + u) >> kCodeShift;
+  }
+  float Value(int32_t code, float scale) const {
+    const auto f = std::bit_cast<float>(c_bits + (code << kCodeShift));
+    return P((f - c) * inverse_d * scale);
+  }
+
+  float c;
+  int32_t c_bits;
+  float d;
+  float inverse_d;
+};
+inline constexpr CodeTable kExpAvgCodes(0x1p-7f, 127);
+inline constexpr CodeTable kExpAvgSqCodes(0x1p-15f, 255);
 // Else the largest element of a group would not be exact.
-static_assert(kExpAvgCodes * (1 / kExpAvgCodes) == 1 && kExpAvgSqCodes * (1 / kExpAvgSqCodes) == 1);
+static_assert(kExpAvgCodes.d * kExpAvgCodes.inverse_d == 1);
+static_assert(kExpAvgSqCodes.d * kExpAvgSqCodes.inverse_d == 1);
 
-// What values are multiplied by before they get their codes.
-inline float FactorOfExpAvg(float scale) { return 1.0f / std::max(scale, 0x1p-126f); }
-inline float FactorOfExpAvgSq(float scale) { return 1.0f / std::max(scale, 0x1p-63f); }
+// What the elements of a group are multiplied by before they get their codes.
+inline float FactorOf(float scale) { return 1.0f / std::max(scale, 0x1p-126f); }
 
-inline int8_t PackExpAvg(float m, float factor, float u) {
-  const float y = std::copysign(std::sqrt(std::fabs(m) * factor) * kExpAvgCodes, m);
-  return static_cast<int8_t>(static_cast<int>(y + 128.0f + u) - 128);
+inline int8_t PackExpAvg(float m, float factor, int32_t u) {
+  const int32_t code = kExpAvgCodes.Code(m, factor, u);
+  return static_cast<int8_t>(std::signbit(m) ? -code : code);
 }
 inline float UnpackExpAvg(int8_t code, float scale) {
-  const float s = static_cast<float>(code) * (1 / kExpAvgCodes);
-  return P(s * std::fabs(s) * scale);
+  const float value = kExpAvgCodes.Value(std::abs(int32_t{code}), scale);
+  return code < 0 ? -value : value;
 }
 
-inline uint8_t PackExpAvgSq(float v, float factor, float u) {
-  const float z = std::sqrt(std::sqrt(v) * factor) * kExpAvgSqCodes;
-  return static_cast<uint8_t>(std::clamp(static_cast<int>(z + u), v > 0 ? 1 : 0, 255));
+inline uint8_t PackExpAvgSq(float v, float factor, int32_t u) {
+  return static_cast<uint8_t>(std::max(kExpAvgSqCodes.Code(v, factor, u), v > 0 ? 1 : 0));
 }
-inline float UnpackExpAvgSq(uint8_t code, float scale) {
-  const float s = static_cast<float>(code) * (1 / kExpAvgSqCodes);
-  const float r = s * s * scale;
-  return P(r * r);
-}
+inline float UnpackExpAvgSq(uint8_t code, float scale) { return kExpAvgSqCodes.Value(code, scale); }
 
 }  // namespace ballast
 

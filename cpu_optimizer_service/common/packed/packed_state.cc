@@ -29,17 +29,13 @@ float Largest(absl::Span<const float> values) {
 // A group of 8-bit codes, from `begin` on.
 void WriteGroup(const Slot& slot, Plane plane, int64_t begin, absl::Span<const float> values,
                 const Thresholds& thresholds) {
-  float& scale = slot.As<float>(ScaleOf(plane))[begin / kPackedGroup];
-  scale = Largest(values);
-  if (plane == Plane::kExpAvg) {
-    const float factor = FactorOfExpAvg(scale);
-    for (size_t i = 0; i < values.size(); ++i) {
+  const float scale = Largest(values);
+  const float factor = FactorOf(scale);
+  slot.As<float>(ScaleOf(plane))[begin / kPackedGroup] = scale;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (plane == Plane::kExpAvg) {
       slot.As<int8_t>(plane)[begin + i] = PackExpAvg(values[i], factor, thresholds[i]);
-    }
-  } else {
-    scale = std::sqrt(scale);
-    const float factor = FactorOfExpAvgSq(scale);
-    for (size_t i = 0; i < values.size(); ++i) {
+    } else {
       slot.As<uint8_t>(plane)[begin + i] = PackExpAvgSq(values[i], factor, thresholds[i]);
     }
   }
@@ -65,7 +61,7 @@ void WriteValues(const Slot& slot, Plane plane, int64_t begin, absl::Span<const 
 
 Thresholds ToNearest() {
   Thresholds all;
-  all.fill(0.5f);
+  all.fill(1 << (kCodeShift - 1));
   return all;
 }
 
@@ -76,8 +72,10 @@ PackedThresholds::PackedThresholds(int64_t update_count) {
   // update and by place (M. Roberts, 2018: the sequence R2).
   uint32_t sequence = static_cast<uint32_t>(update_count) * 0xc13fa9a9u;
   for (size_t i = 0; i < kPackedGroup; ++i, sequence += 0x91e10da5u) {
-    // 1/1024 to 1023/1024, so that an exact code stays what it is in spite of roundings.
-    const auto value = [](uint32_t bits) { return (static_cast<float>(bits >> 23) + 0.5f) * 0x1p-9f; };
+    // Neither 0 nor all, so that a value that is that of a code gets that code in spite of roundings.
+    const auto value = [](uint32_t bits) {
+      return static_cast<int32_t>(bits >> 23 << (kCodeShift - 9) | 1u << (kCodeShift - 10));
+    };
     exp_avg[i] = value(sequence);
     exp_avg_sq[i] = value(sequence + 0x80000000u);
   }

@@ -16,24 +16,23 @@
 // The weights are the master rounded to nearest, ties away from zero, so that
 // bits(master) = (bits(weights) << 16) + remainder, the remainder being signed.
 //
-// Codes are proportional to square roots: of m, and of sqrt(v). Of a group of 64 consecutive elements of
-// a parameter, in fp32, each operation rounded, P as in rules/arithmetic.h:
+// A code is a small float behind a threshold c, relative to the largest magnitude of a group of 64
+// consecutive elements of a parameter. F(q) is the fp32 number with the bits of c plus q << 19: 4 bits of
+// mantissa. So steps are equal below c, and 3% to 6% of the value above it. In fp32, each operation
+// rounded, P as in rules/arithmetic.h, for x in exp_avg (c = 2^-7, 127 codes and a sign) and exp_avg_sq
+// (c = 2^-15, 255 codes), with D = F(127) - c or F(255) - c:
 //
-//   a = max |m|                         the scale
-//   y = sqrt(|m| * (1 / max(a, 2^-126))) * 127, with m's sign
-//   q = floor(y + 128 + u) - 128        m = P(s * |s| * a), s = q * (1/127)
+//   a = max |x|                                  the scale
+//   y = |x| * (1 / max(a, 2^-126)) * D + c
+//   q = (bits(y) - bits(c) + u) >> 19            at least 1 for exp_avg_sq > 0
+//   |x| = P((F(q) - c) * (1 / D) * a)
 //
-//   b = sqrt(max v)                     the scale
-//   z = sqrt(sqrt(v) * (1 / max(b, 2^-63))) * 255
-//   q = min(floor(z + u), 255), but at least 1 where v > 0
-//                                       v = P(r * r), r = s * s * b, s = q * (1/255)
-//
-// The largest element of a group is exact. What is read, and stored to nearest (u = 1/2), is as it was.
+// The largest element of a group is exact. What is read, and stored to nearest (u = 2^18), is as it was.
 //
 // In an update u differs by the update's number and the element's place in its group, and over updates
-// it is spread evenly between 0 and 1. Rounded to nearest, a moment whose change in an update is less
+// it is spread evenly over 2^19. Rounded to nearest, a moment whose change in an update is less
 // than half a step of its code would never change: exp_avg_sq changes by a thousandth with a beta2 of
-// 0.999, and a step is a hundredth. u is a function of the update alone, so its bits are the same
+// 0.999. u is a function of the update alone, so its bits are the same
 // whoever makes it, and however often.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_

@@ -381,13 +381,13 @@ TEST(PackedState, EightBitsAreAsNearAsTheFormulaSays) {
       largest_sq = std::max(largest_sq, v[i]);
     }
     for (int64_t i = group; i < group + kPackedGroup; ++i) {
-      // The error of a square s * s is 2 * s * ds + ds * ds, and half a step ds is 1/254 or 1/510.
-      const float s = std::sqrt(std::fabs(m[i]) / largest);
-      ASSERT_NEAR(read_m[i], m[i], 1.01f * largest * (2 * s + 1.0f / 254) / 254);
-      const float b = std::sqrt(largest_sq);
-      const float s_sq = std::sqrt(std::sqrt(v[i]) / b);
+      // Half a step of y, which has 4 bits of mantissa.
+      const auto most = [](const CodeTable& table, float x, float scale) {
+        return 1.01f * scale * table.inverse_d * (std::fabs(x) / scale * table.d + table.c) / 32;
+      };
+      ASSERT_NEAR(read_m[i], m[i], most(kExpAvgCodes, m[i], largest));
       // A code of 0 is for 0 alone.
-      ASSERT_NEAR(std::sqrt(read_v[i]), std::sqrt(v[i]), 1.01f * b * (2 * s_sq + 2.0f / 510) / 510);
+      ASSERT_NEAR(read_v[i], v[i], 2 * most(kExpAvgSqCodes, v[i], largest_sq));
       if (v[i] > 0) ASSERT_GT(read_v[i], 0);
       if (std::fabs(m[i]) == largest) EXPECT_EQ(read_m[i], m[i]);
     }
@@ -480,7 +480,7 @@ TEST_P(Follows, AnExpAvgSqThatFallsAndMomentsThatVanish) {
     EXPECT_GT(ratio, 0.75) << i;
     EXPECT_LT(ratio, 1.33) << i;
   }
-  const float step = *packed.slot().As<float>(Plane::kExpAvgScale) / (127 * 127);
+  const float step = *packed.slot().As<float>(Plane::kExpAvgScale) * kExpAvgCodes.c / 16;
   for (int64_t i = 60; i < 64; ++i) EXPECT_LE(std::fabs(m[i]), 2 * step) << "it would drift on";
 }
 
