@@ -25,6 +25,7 @@ std::string WithoutPrefix(absl::string_view name, absl::string_view prefix) {
 }
 
 static_assert(v1::FP32 == static_cast<int>(DType::kFloat32) + 1);
+static_assert(v1::STATE_8BIT == static_cast<int>(StateFormat::k8Bit) + 1);
 static_assert(v1::ZERO == static_cast<int>(UnusedPolicy::kZero) + 1);
 static_assert(v1::SKIP_STEP == static_cast<int>(OnAbort::kSkip) + 1);
 static_assert(v1::BY_WORKERS == static_cast<int>(Orthogonalizer::kWorkers) + 1);
@@ -401,6 +402,9 @@ v1::Job ToProto(const JobSpec& spec, bool with_parameters) {
     *to.mutable_hyper_parameters() = ToProto(from.hyper_parameters);
     to.set_wire_dtype(ToProto(from.wire_dtype));
     to.set_return_dtype(ToProto(from.return_dtype));
+    const StateSpec state = spec.layout.state(job.groups_size() - 1);
+    to.set_state(ToProto(state.format));
+    to.set_state_fallback(state.fallback);
   }
   if (with_parameters) AddLayout(spec, job);
   return job;
@@ -430,6 +434,15 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   for (const v1::ParamGroup& group : job.groups()) {
     BALLAST_ASSIGN_OR_RETURN(GroupSpec from, GroupFromProto(group, group_prefix));
     spec.groups.push_back(std::move(from));
+    BALLAST_ASSIGN_OR_RETURN(
+        const StateFormat format,
+        EnumOrFirst<StateFormat>(group.state(),
+                                 absl::StrCat("group '", group.name().substr(0, kMaxGroupNameBytes),
+                                              "': state")));
+    spec.layout.states.push_back({.format = format, .fallback = group.state_fallback()});
+  }
+  if (std::ranges::count(spec.layout.states, StateSpec()) == job.groups_size()) {
+    spec.layout.states.clear();
   }
   // Made once, since a job may have a million parameters.
   const std::string prefix = ParameterName(spec.name, "");

@@ -59,6 +59,7 @@ v1::StateWrite ToProto(const StateWrite& write);
 absl::StatusOr<StateWrite> FromProto(const v1::StateWrite& write);
 
 inline v1::DType ToProto(DType dtype) { return EnumToProto<v1::DType>(dtype); }
+inline v1::StateFormat ToProto(StateFormat format) { return EnumToProto<v1::StateFormat>(format); }
 inline v1::UpdateMode ToProto(UpdateMode mode) { return EnumToProto<v1::UpdateMode>(mode); }
 absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode);
 

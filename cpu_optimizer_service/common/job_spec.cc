@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -168,7 +169,19 @@ absl::Status Validate(const JobSpec& spec) {
     BALLAST_RETURN_IF_ERROR(
         Annotate(Validate(group.hyper_parameters), absl::StrCat("group ", group.name)));
   }
+  for (int group = 0; group < spec.layout.group_count; ++group) {
+    BALLAST_RETURN_IF_ERROR(Annotate(CheckStateFormat(spec.groups[group].hyper_parameters,
+                                                      spec.layout.state(group).format),
+                                     absl::StrCat("group ", spec.groups[group].name)));
+  }
   return CheckMatrices(spec);
+}
+
+absl::Status ValidateChanges(const JobSpec& spec, int group, const HyperParameters& now,
+                             const HyperParameterOverrides& changes) {
+  absl::Status status = ValidateChanges(now, changes);
+  status.Update(CheckStateFormat(Apply(now, changes), spec.layout.state(group).format));
+  return Annotate(status, absl::StrCat("group ", spec.groups[group].name));
 }
 
 absl::string_view Name(Orthogonalizer newton_schulz) {

@@ -53,6 +53,7 @@ enum class Orthogonalizer : uint8_t {
 
 absl::string_view Name(Orthogonalizer newton_schulz);  // "service".
 
+// The format of its state is in the layout (LayoutSpec::states).
 struct GroupSpec {
   std::string name;  // Unique in the job, not empty.
   HyperParameters hyper_parameters;
@@ -154,6 +155,9 @@ absl::Status CheckJobName(absl::string_view name);
 
 // INVALID_ARGUMENT for names and hyper-parameters, which Layout::Create does not check.
 absl::Status Validate(const JobSpec& spec);
+// As in rule.h, for a group with these values now, and its state's format. Names the group.
+absl::Status ValidateChanges(const JobSpec& spec, int group, const HyperParameters& now,
+                             const HyperParameterOverrides& changes);
 absl::Status Validate(const FirstState& state, const JobSpec& spec);
 absl::Status Validate(const StateWrite& write, const JobSpec& spec);
 // SGD's first update sets momentum_buffer. So one that is written without update counts is that of a

@@ -109,6 +109,20 @@ absl::Status CheckBounds(const LayoutSpec& spec) {
   return absl::OkStatus();
 }
 
+absl::Status CheckStates(const LayoutSpec& spec) {
+  if (spec.states.empty() || static_cast<int>(spec.states.size()) == spec.group_count) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("the layout has ", spec.states.size(),
+                                                 " states; expected none, or one for each of ",
+                                                 spec.group_count, " groups"));
+}
+
+// Where the next parameter of a group begins in its flat space, behind `elements`.
+int64_t NextOffset(const LayoutSpec& spec, int group, int64_t elements) {
+  return spec.is_packed(group) ? RoundUp(elements, kBlockElements) : elements;
+}
+
 absl::Status CheckSizes(const ParameterSpec& parameter, int index) {
   if (parameter.name.size() > kMaxParameterNameBytes) {
     // A peer may send a name as long as a message; the error quotes only its beginning.
@@ -232,7 +246,29 @@ absl::Status Layout::AddParameters() {
   return absl::OkStatus();
 }
 
+absl::Status Layout::ChooseFormats() {
+  formats_.assign(spec_.parameters.size(), StateFormat::kFloat32);
+  for (int index = 0; index < static_cast<int>(spec_.parameters.size()); ++index) {
+    const ParameterSpec& parameter = spec_.parameters[index];
+    const StateSpec state = spec_.state(parameter.group);
+    const bool is_small =
+        parameter.shape.size() < 2 || places_[index].elements < kLeastPackedElements;
+    if (!parameter.trainable || is_small) continue;
+    if (state.format != StateFormat::kFloat32 && has_mesh() &&
+        !AreRunsWhole(parameter.shape, parameter.placements, spec_.mesh, kPackedGroup)) {
+      if (state.fallback) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the shards of parameter ", parameter.name, " cut its groups of ", kPackedGroup,
+          " elements, so it cannot have ", Name(state.format),
+          " state; place it otherwise, or let its group fall back to fp32 for such parameters"));
+    }
+    formats_[index] = state.format;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Layout::CutFlatSpaces() {
+  BALLAST_RETURN_IF_ERROR(ChooseFormats());
   spaces_.resize(group_count());
   for (int index = 0; index < static_cast<int>(spec_.parameters.size()); ++index) {
     const ParameterSpec& parameter = spec_.parameters[index];
@@ -245,13 +281,12 @@ absl::Status Layout::CutFlatSpaces() {
     Space& space = spaces_[parameter.group];
     // Also a parameter of no elements has a place, which the protocol tells, but no part of the
     // space.
-    place.offset = space.elements;
+    place.offset = NextOffset(spec_, parameter.group, space.elements);
     if (place.elements == 0) continue;
-    space.parts.push_back(
-        {.parameter = index, .begin = space.elements, .elements = place.elements});
-    space.elements += place.elements;
+    space.parts.push_back({.parameter = index, .begin = place.offset, .elements = place.elements});
+    space.elements = place.offset + place.elements;
   }
-  // Only the group's end is padded: parameters lie close to one another.
+  // Of a group in fp32 only the end is padded: parameters lie close to one another.
   for (int group = 0; group < group_count(); ++group) {
     flat_elements_[group] = RoundUp(spaces_[group].elements, kBlockElements);
   }
@@ -268,7 +303,7 @@ absl::Status Layout::CutFlatSpaces() {
   // Counted before any chunk is made: a few bytes can describe more than there is memory for.
   int64_t chunk_count = 0;
   for (const PartitionRange& range : ranges) {
-    chunk_count += DivideUp(range.end - range.begin, spec_.chunk_elements);
+    chunk_count += CountChunks(spaces_[range.group], range.begin, range.end);
   }
   BALLAST_RETURN_IF_ERROR(CheckChunkCount(chunk_count));
   chunks_.reserve(chunk_count);
@@ -338,6 +373,7 @@ absl::Status Layout::CutShards() {
         Annotate(CheckPlacements(parameter.placements, spec_.mesh, parameter.shape),
                  absl::StrCat("parameter ", parameter.name)));
   }
+  BALLAST_RETURN_IF_ERROR(ChooseFormats());
   BALLAST_ASSIGN_OR_RETURN(owners_, OwningReplicas(spec_));
   // The loop below computes a shard of every parameter for every rank, so this bounds its time.
   const auto things = static_cast<int64_t>(spec_.parameters.size()) + group_count();
@@ -361,11 +397,14 @@ absl::Status Layout::CutShards() {
             {.parameter = parameter, .begin = space.elements, .elements = elements});
         // The sum is rounded after each shard: the next one begins aligned, and so does the space's
         // end.
-        space.elements = RoundUp(space.elements + elements, kShardAlignmentElements);
+        space.elements =
+            RoundUp(space.elements + elements,
+                    spec_.is_packed(group) ? kPackedGroup : kShardAlignmentElements);
       }
       // The count fits an int here: it was checked at the end of the last turn.
       space.first_chunk = static_cast<int>(chunk_count);
-      chunk_count += DivideUp(space.elements, spec_.chunk_elements);
+      chunk_count += CountChunks(space, 0, space.elements);
+      space.end_chunk = static_cast<int>(std::min(chunk_count, kMaxChunks));
       flat_elements_[group] += space.elements;
       BALLAST_RETURN_IF_ERROR(CheckChunkCount(chunk_count));
     }
@@ -379,14 +418,48 @@ absl::Status Layout::CutShards() {
   return absl::OkStatus();
 }
 
-void Layout::AddChunks(int rank, int group, int64_t begin, int64_t end) {
-  for (; begin < end; begin += spec_.chunk_elements) {
-    chunks_of_rank_[rank].push_back(static_cast<int>(chunks_.size()));
-    chunks_.push_back({.group = group,
-                       .begin = begin,
-                       .elements = std::min(spec_.chunk_elements, end - begin),
-                       .rank = rank});
+template <class Visit>
+void Layout::VisitFormats(const Space& space, int64_t begin, int64_t end,
+                          const Visit& visit) const {
+  size_t i = FirstPartAt(space, begin);
+  while (begin < end) {
+    // Padding goes with what is before it, and at the end of a space there is nothing else.
+    const auto format_of = [&](size_t part) { return formats_[space.parts[part].parameter]; };
+    const StateFormat format = i < space.parts.size() ? format_of(i) : format_of(i - 1);
+    while (i < space.parts.size() && format_of(i) == format) ++i;
+    const int64_t until = i < space.parts.size() ? std::min(space.parts[i].begin, end) : end;
+    visit(begin, until, format);
+    begin = until;
   }
+}
+
+int64_t Layout::CountChunks(const Space& space, int64_t begin, int64_t end) const {
+  int64_t count = 0;
+  VisitFormats(space, begin, end, [&](int64_t first, int64_t until, StateFormat) {
+    count += DivideUp(until - first, spec_.chunk_elements);
+  });
+  return count;
+}
+
+void Layout::AddChunks(int rank, int group, int64_t begin, int64_t end) {
+  VisitFormats(
+      SpaceOf(rank, group), begin, end, [&](int64_t first, int64_t until, StateFormat format) {
+        for (; first < until; first += spec_.chunk_elements) {
+          chunks_of_rank_[rank].push_back(static_cast<int>(chunks_.size()));
+          chunks_.push_back({.group = group,
+                             .begin = first,
+                             .elements = std::min(spec_.chunk_elements, until - first),
+                             .rank = rank,
+                             .format = format});
+        }
+      });
+}
+
+int Layout::ChunkIn(const Space& space, int64_t element) const {
+  const auto chunks =
+      absl::MakeConstSpan(chunks_).subspan(space.first_chunk, space.end_chunk - space.first_chunk);
+  const auto behind = std::ranges::upper_bound(chunks, element, {}, &Chunk::begin);
+  return space.first_chunk + static_cast<int>(behind - chunks.begin()) - 1;
 }
 
 void Layout::FindPadding() {
@@ -497,10 +570,8 @@ std::vector<int> Layout::ChunksOfParameter(int parameter) const {
     if (elements == 0) continue;
     const Space& space = SpaceOf(rank, spec.group);
     const int64_t begin = BeginOfParameter(space, parameter);
-    const int64_t last = (begin + elements - 1) / spec_.chunk_elements;
-    for (int64_t chunk = begin / spec_.chunk_elements; chunk <= last; ++chunk) {
-      chunks.push_back(space.first_chunk + static_cast<int>(chunk));
-    }
+    const int last = ChunkIn(space, begin + elements - 1);
+    for (int chunk = ChunkIn(space, begin); chunk <= last; ++chunk) chunks.push_back(chunk);
   }
   return chunks;
 }
@@ -527,11 +598,10 @@ ElementRange Layout::RangeOfParameter(int parameter) const {
 }
 
 int Layout::ParameterAt(int group, int64_t element) const {
-  // A flat space has no gaps between parameters, so the first part that ends behind the element
-  // holds it.
   const Space& space = spaces_[group];
   const size_t index = FirstPartAt(space, element);
-  return index < space.parts.size() ? space.parts[index].parameter : -1;
+  const bool is_in = index < space.parts.size() && space.parts[index].begin <= element;
+  return is_in ? space.parts[index].parameter : -1;
 }
 
 std::string FirstDifference(const LayoutSpec& a, const LayoutSpec& b) {
@@ -544,6 +614,14 @@ std::string FirstDifference(const LayoutSpec& a, const LayoutSpec& b) {
   }
   if (a.chunk_elements != b.chunk_elements) {
     return differ("chunk_elements", a.chunk_elements, b.chunk_elements);
+  }
+  for (int group = 0; group < a.group_count; ++group) {
+    if (a.state(group) == b.state(group)) continue;
+    const auto describe = [](const StateSpec& state) {
+      return absl::StrCat(Name(state.format), state.fallback ? " with fallback" : "");
+    };
+    return differ(absl::StrCat("the state of group ", group), describe(a.state(group)),
+                  describe(b.state(group)));
   }
   if (a.parameters.size() != b.parameters.size()) {
     return differ("the number of parameters", a.parameters.size(), b.parameters.size());
@@ -587,6 +665,7 @@ std::string FirstDifference(const LayoutSpec& a, const LayoutSpec& b) {
 
 absl::Status CheckParameters(const LayoutSpec& spec) {
   BALLAST_RETURN_IF_ERROR(CheckBounds(spec));
+  BALLAST_RETURN_IF_ERROR(CheckStates(spec));
   int64_t all_elements = 0;
   for (int index = 0; index < static_cast<int>(spec.parameters.size()); ++index) {
     const ParameterSpec& parameter = spec.parameters[index];
@@ -614,12 +693,14 @@ absl::Status CheckParameters(const LayoutSpec& spec) {
   return absl::OkStatus();
 }
 
-std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count) {
-  std::vector<int64_t> flat_elements(group_count, 0);
-  for (const ParameterSpec& parameter : parameters) {
-    if (!parameter.trainable) continue;
+std::vector<int64_t> FlatElements(const LayoutSpec& spec) {
+  std::vector<int64_t> flat_elements(spec.group_count, 0);
+  for (const ParameterSpec& parameter : spec.parameters) {
     // Nothing is checked here: callers have to see that groups are in range and that products fit.
-    flat_elements[parameter.group] += Product(parameter.shape);
+    const int64_t elements = parameter.trainable ? Product(parameter.shape) : 0;
+    if (elements == 0) continue;
+    int64_t& end = flat_elements[parameter.group];
+    end = NextOffset(spec, parameter.group, end) + elements;
   }
   for (int64_t& elements : flat_elements) elements = RoundUp(elements, kBlockElements);
   return flat_elements;

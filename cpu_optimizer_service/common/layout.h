@@ -34,13 +34,15 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/packed/state_format.h"
 #include "cpu_optimizer_service/common/sharding.h"
 
 namespace ballast {
 
 inline constexpr int64_t kBlockElements = 256;
 inline constexpr int64_t kMaxChunkElements = int64_t{1} << 18;
-// Shards begin at multiples of this: 64 bytes in the smallest format.
+// Shards begin at multiples of this: 64 bytes in the smallest format. In a group of packed state they
+// begin at multiples of kPackedGroup, and in flat spaces parameters at multiples of kBlockElements.
 inline constexpr int64_t kShardAlignmentElements = 32;
 
 // Bounds on a description; beyond them Create returns INVALID_ARGUMENT.
@@ -76,6 +78,18 @@ struct PartitionRange {
   bool operator==(const PartitionRange&) const = default;
 };
 
+// How the state of a group's parameters is stored. A parameter with fewer than two dimensions or fewer
+// than kLeastPackedElements elements is in fp32 in any case.
+struct StateSpec {
+  StateFormat format = StateFormat::kFloat32;
+  // Of a parameter whose shards cut its groups of kPackedGroup elements: it is in fp32, too. false: such a
+  // parameter is refused.
+  bool fallback = false;
+
+  bool operator==(const StateSpec&) const = default;
+};
+inline constexpr int64_t kLeastPackedElements = 4096;
+
 struct LayoutSpec {
   int world_size = 1;
   int group_count = 1;
@@ -87,8 +101,12 @@ struct LayoutSpec {
   std::vector<PartitionRange> partitions;
   // A multiple of kBlockElements, at most kMaxChunkElements.
   int64_t chunk_elements = kMaxChunkElements;
+  std::vector<StateSpec> states = {};  // By group. Empty: all in fp32.
 
   bool operator==(const LayoutSpec&) const = default;
+
+  StateSpec state(int group) const { return group < static_cast<int>(states.size()) ? states[group] : StateSpec(); }
+  bool is_packed(int group) const { return state(group).format != StateFormat::kFloat32; }
 };
 
 // A parameter's place. Frozen parameters, and all with a mesh, have offset -1.
@@ -104,6 +122,7 @@ struct Chunk {
   int64_t begin = 0;
   int64_t elements = 0;  // Padding included; whole blocks, or multiples of kShardAlignmentElements.
   int rank = 0;          // Its owner.
+  StateFormat format = StateFormat::kFloat32;  // Of all of its parameters.
 };
 
 // Consecutive elements of a parameter that are adjacent in a chunk.
@@ -164,6 +183,7 @@ class Layout {
   int64_t total_elements() const;
 
   const ParameterPlace& place(int parameter) const { return places_[parameter]; }
+  StateFormat format(int parameter) const { return formats_[parameter]; }
   // Index of the parameter of this name, or -1.
   int FindParameter(const std::string& name) const;
 
@@ -204,7 +224,7 @@ class Layout {
 
   // Without a mesh: the chunk with `element` of `group`'s flat space. Its owner's chunks are here.
   int ChunkAt(int group, int64_t element) const;
-  // The parameter at `element` of `group`'s flat space, or -1 in the padding.
+  // The parameter at `element` of `group`'s flat space, or -1 in padding.
   int ParameterAt(int group, int64_t element) const;
 
  private:
@@ -217,7 +237,8 @@ class Layout {
   struct Space {
     std::vector<Part> parts;  // By begin, and so by parameter.
     int64_t elements = 0;     // Padding included.
-    int first_chunk = 0;      // With a mesh: of the chunks that it is cut into.
+    int first_chunk = 0;      // With a mesh: the chunks that it is cut into, by begin.
+    int end_chunk = 0;
   };
 
   Layout() = default;
@@ -225,12 +246,19 @@ class Layout {
   absl::Status AddParameters();
   absl::Status CutFlatSpaces();
   absl::Status CutShards();
+  absl::Status ChooseFormats();
+  // Calls visit(begin, end, format) for the parts of [begin, end) of a space with one format each.
+  template <class Visit>
+  void VisitFormats(const Space& space, int64_t begin, int64_t end, const Visit& visit) const;
+  int64_t CountChunks(const Space& space, int64_t begin, int64_t end) const;
   void AddChunks(int rank, int group, int64_t begin, int64_t end);
   void FindPadding();
 
   const Space& SpaceOf(int rank, int group) const {
     return spaces_[has_mesh() ? index_of_rank_[rank] * group_count() + group : group];
   }
+  // With a mesh: the chunk with `element` of the space.
+  int ChunkIn(const Space& space, int64_t element) const;
   // The first of by_place_ that may have elements from `element` on.
   size_t FirstPlaceAt(int group, int64_t element) const;
   ParameterShards ShardsOf(int parameter) const {
@@ -244,6 +272,7 @@ class Layout {
 
   LayoutSpec spec_;
   std::vector<ParameterPlace> places_;
+  std::vector<StateFormat> formats_;  // By parameter.
   std::vector<int64_t> flat_elements_;
   std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty.
   std::vector<int> owners_;                         // OwningReplicas, with a mesh.
@@ -317,11 +346,11 @@ void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit
       }
       const Space& space = SpaceOf(run.rank, group);
       const int64_t in_space = BeginOfParameter(space, parameter) + run.local;
-      piece.chunk = space.first_chunk + static_cast<int>(in_space / spec_.chunk_elements);
+      piece.chunk = ChunkIn(space, in_space);
+      const Chunk& chunk = chunks_[piece.chunk];
       piece.parameter_offset = at;
-      piece.chunk_offset = in_space % spec_.chunk_elements;
-      piece.elements =
-          std::min({run.elements, end - at, spec_.chunk_elements - piece.chunk_offset});
+      piece.chunk_offset = in_space - chunk.begin;
+      piece.elements = std::min({run.elements, end - at, chunk.elements - piece.chunk_offset});
       visit(std::as_const(piece));
     }
     return;
@@ -346,8 +375,8 @@ std::string FirstDifference(const LayoutSpec& a, const LayoutSpec& b);
 // mesh, and allocates nothing.
 absl::Status CheckParameters(const LayoutSpec& spec);
 
-// Sizes of the parameters' flat spaces, padded to whole blocks.
-std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count);
+// Sizes of the flat spaces, padded to whole blocks. Ignores partitions and mesh.
+std::vector<int64_t> FlatElements(const LayoutSpec& spec);
 
 }  // namespace ballast
 

@@ -81,6 +81,35 @@ absl::Status CheckPlacements(absl::Span<const Placement> placements, absl::Span<
   return absl::OkStatus();
 }
 
+bool AreRunsWhole(absl::Span<const int64_t> shape, absl::Span<const Placement> placements,
+                  absl::Span<const MeshDim> mesh, int64_t elements) {
+  int64_t before = 1;  // Elements of the dimensions before the one that is looked at.
+  int64_t stride = 1;
+  for (const int64_t size : shape) stride *= size;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    stride /= std::max<int64_t>(shape[d], 1);
+    // The different sizes of what is left to be cut, all of which begin at multiples.
+    std::set<int64_t> sizes = {shape[d]};
+    bool is_cut = false;
+    for (size_t m = 0; m < mesh.size(); ++m) {
+      if (placements[m].shard_dim != static_cast<int>(d)) continue;
+      std::set<int64_t> smaller;
+      for (const int64_t size : sizes) {
+        const int64_t share = DivideUp(size, mesh[m].size);
+        if (share < size && share * stride % elements != 0) return false;
+        is_cut |= share < size;
+        if (share > 0) smaller.insert(share);
+        if (share > 0 && size % share > 0) smaller.insert(size % share);
+      }
+      sizes = std::move(smaller);
+    }
+    // Of the last shard of each row, too, but in the last row of all.
+    if (is_cut && before > 1 && shape[d] * stride % elements != 0) return false;
+    before *= shape[d];
+  }
+  return true;
+}
+
 int64_t Shard::OffsetInParameter(int64_t local) const {
   // The shard is one run after another. The number of the run is taken apart into the coordinates
   // of the dimensions before run_dim_, the last of which changes fastest.

@@ -49,6 +49,11 @@ absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size);
 absl::Status CheckPlacements(absl::Span<const Placement> placements, absl::Span<const MeshDim> mesh,
                              absl::Span<const int64_t> shape);
 
+// Whether all shards consist of runs (below) that begin at multiples of `elements` in the parameter, and
+// that end at one or at its end. The arguments have been checked.
+bool AreRunsWhole(absl::Span<const int64_t> shape, absl::Span<const Placement> placements,
+                  absl::Span<const MeshDim> mesh, int64_t elements);
+
 // A rank's part of a parameter: a box, stored in row-major order.
 class Shard {
  public:

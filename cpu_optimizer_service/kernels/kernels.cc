@@ -1,5 +1,9 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
 // This file is compiled once per instruction set, by including itself; the order of these matters.
 // clang-format off
 #include "cpu_optimizer_service/kernels/instruction_sets.h"
@@ -73,6 +77,23 @@ void SumGradients(float* accumulator, const void* first, const void* second, DTy
 void ConvertFromFloat(const float* from, void* to, DType to_dtype, int64_t elements) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
   HWY_DYNAMIC_DISPATCH(FromFloat)(from, to, to_dtype, static_cast<size_t>(elements));
+}
+
+void ReadWeights(const Slot& slot, int64_t begin, int64_t elements, DType dtype, void* out) {
+  if (slot.format == StateFormat::kFloat32) {
+    return ConvertFromFloat(slot[Plane::kMaster] + begin, out, dtype, elements);
+  }
+  if (dtype == DType::kBFloat16) {
+    std::memcpy(out, slot.As<uint16_t>(Plane::kMaster) + begin, elements * sizeof(uint16_t));
+    return;
+  }
+  constexpr int64_t kPiece = 1024;
+  float values[kPiece];
+  for (int64_t i = 0; i < elements; i += kPiece) {
+    const int64_t some = std::min(kPiece, elements - i);
+    ReadPlane(slot, Plane::kMaster, begin + i, absl::MakeSpan(values).first(some));
+    ConvertFromFloat(values, static_cast<std::byte*>(out) + i * SizeBytes(dtype), dtype, some);
+  }
 }
 
 void ConvertToFloat(const void* from, DType from_dtype, float* to, int64_t elements) {

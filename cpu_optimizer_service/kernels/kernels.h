@@ -43,6 +43,10 @@ void SumGradients(float* accumulator, const void* first, const void* second, DTy
 void ConvertFromFloat(const float* from, void* to, DType to_dtype, int64_t elements);
 void ConvertToFloat(const void* from, DType from_dtype, float* to, int64_t elements);
 
+// The master weights of elements [begin, begin + elements) as they go out, in `dtype`. Of packed state
+// bf16 weights are those that are stored; else as ConvertFromFloat.
+void ReadWeights(const Slot& slot, int64_t begin, int64_t elements, DType dtype, void* out);
+
 // out = scale * addend + factor * (a * b), in fp32, row-major; without an addend a * b. a has
 // `rows` rows and `inner` columns, b `inner` rows, and b, addend and out have `columns` columns, a
 // multiple of kMatrixColumns. Each sum begins with 0 and adds rounded products in the order of a's

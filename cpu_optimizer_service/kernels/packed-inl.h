@@ -49,13 +49,12 @@ HWY_INLINE void PackMaster(FloatVec master, uint16_t* weights, uint16_t* remaind
 
 using IntVec = hn::Vec<IntTag>;
 
-template <bool kCareful>
 HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) {
   const FloatTag d;
   const IntVec bits = hn::Add(hn::ShiftLeft<kCodeShift>(codes), hn::Set(IntTag(), table.c_bits));
   const FloatVec part = hn::Mul(hn::Sub(hn::BitCast(d, bits), hn::Set(d, table.c)),
                                 hn::Set(d, table.inverse_d));
-  return PIf<kCareful>(hn::Mul(part, hn::Set(d, scale)));
+  return hn::Mul(part, hn::Set(d, scale));
 }
 
 HWY_INLINE IntVec CodesOf(const CodeTable& table, FloatVec magnitudes, float factor,
@@ -73,8 +72,9 @@ HWY_INLINE FloatVec UnpackExpAvg(const int8_t* codes, float scale) {
   const IntTag di;
   const hn::Rebind<int8_t, FloatTag> d8;
   const IntVec q = hn::PromoteTo(di, hn::LoadU(d8, codes));
-  const FloatVec value = ValuesOf<kCareful>(kExpAvgCodes, hn::Abs(q), scale);
-  return hn::BitCast(d, hn::Or(hn::BitCast(di, value), hn::And(q, hn::Set(di, INT32_MIN))));
+  const FloatVec value = ValuesOf(kExpAvgCodes, hn::Abs(q), scale);
+  return PIf<kCareful>(
+      hn::BitCast(d, hn::Or(hn::BitCast(di, value), hn::And(q, hn::Set(di, INT32_MIN)))));
 }
 
 HWY_INLINE void PackExpAvg(FloatVec m, float factor, const int32_t* u, int8_t* codes) {
@@ -87,7 +87,8 @@ HWY_INLINE void PackExpAvg(FloatVec m, float factor, const int32_t* u, int8_t* c
 template <bool kCareful>
 HWY_INLINE FloatVec UnpackExpAvgSq(const uint8_t* codes, float scale) {
   const hn::Rebind<uint8_t, FloatTag> d8;
-  return ValuesOf<kCareful>(kExpAvgSqCodes, hn::PromoteTo(IntTag(), hn::LoadU(d8, codes)), scale);
+  const IntVec q = hn::PromoteTo(IntTag(), hn::LoadU(d8, codes));
+  return PIf<kCareful>(ValuesOf(kExpAvgSqCodes, q, scale));
 }
 
 HWY_INLINE void PackExpAvgSq(FloatVec v, float factor, const int32_t* u, uint8_t* codes) {

@@ -102,6 +102,7 @@ inline void StoreTurn(RedoTurn& turn, PlaneList planes, const Slot& to, int64_t 
     }
     return;
   }
+  if (count == 0) return;  // There is no scale in it either.
   const PackedPlaces from = PlacesOfTurn(turn, to.format, planes.size());
   CopyTurn(to.format, planes.size(), from, PlacesAt(to, planes, begin), count);
 }

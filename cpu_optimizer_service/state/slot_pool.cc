@@ -48,7 +48,7 @@ int64_t BatchHeaderBytes(int64_t slots) {
 
 int64_t SlotBytesOf(const Layout& layout, const ChunkStore::Options& options, int chunk) {
   const Chunk& of = layout.chunks()[chunk];
-  return SlotBytes(of.elements, static_cast<int>(options.planes[of.group].size()));
+  return SlotBytes(of.elements, options.planes[of.group], of.format);
 }
 
 uint32_t CheckOf(uint64_t first_slot, absl::Span<const uint32_t> numbers) {
@@ -60,12 +60,11 @@ uint32_t CheckOf(uint64_t first_slot, absl::Span<const uint32_t> numbers) {
   return static_cast<uint32_t>(ChecksumOf(bytes(of)) >> 32);
 }
 
-Slot MakeSlot(std::byte* memory, int64_t elements, PlaneList planes) {
-  Slot slot;
-  for (size_t place = 0; place < planes.size(); ++place) {
-    // A plane begins behind all that the planes before it take.
-    slot.planes[static_cast<int>(planes[place])] =
-        reinterpret_cast<float*>(memory + SlotBytes(elements, static_cast<int>(place)));
+Slot MakeSlot(std::byte* memory, const Chunk& chunk, PlaneList planes) {
+  Slot slot = {.format = chunk.format};
+  for (const Plane stored : StoredPlanesOf(planes, chunk.format)) {
+    slot.planes[static_cast<int>(stored)] = memory;
+    memory += StoredPlaneBytes(chunk.format, stored, chunk.elements);
   }
   return slot;
 }
@@ -81,11 +80,12 @@ absl::StatusOr<std::unique_ptr<SlotPool>> SlotPool::Create(const Layout& layout,
   if (options.keep_previous) BALLAST_RETURN_IF_ERROR(pool->Allocate(2));
   const int chunks = static_cast<int>(layout.chunks().size());
   pool->free_.resize(chunks);
-  std::map<std::pair<int64_t, std::vector<Plane>>, int> kinds;  // By elements and planes.
+  // By elements, format and planes.
+  std::map<std::tuple<int64_t, StateFormat, std::vector<Plane>>, int> kinds;
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const PlaneList planes = pool->PlanesOf(chunk);
-    const std::pair kind(layout.chunks()[chunk].elements,
-                         std::vector<Plane>(planes.begin(), planes.end()));
+    const std::tuple kind(layout.chunks()[chunk].elements, layout.chunks()[chunk].format,
+                          std::vector<Plane>(planes.begin(), planes.end()));
     pool->kind_.push_back(kinds.try_emplace(kind, kinds.size()).first->second);
   }
   pool->free_count_.resize(kinds.size());
@@ -103,11 +103,10 @@ absl::Status SlotPool::Allocate(int place) {
   places_[place] = std::vector<ChunkVersion>(chunks);
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ChunkVersion& version = places_[place][chunk];
-    const int64_t elements = layout_.chunks()[chunk].elements;
     version.home = chunk;
     // Counted as if all places were there, so that a number means the same slot whatever a job has.
     version.number = static_cast<uint32_t>(place * chunks + chunk);
-    version.slot = MakeSlot(memory, elements, PlanesOf(chunk));
+    version.slot = MakeSlot(memory, layout_.chunks()[chunk], PlanesOf(chunk));
     memory += SlotBytesOf(layout_, options_, chunk);
   }
   return absl::OkStatus();
@@ -168,7 +167,6 @@ absl::StatusOr<ChunkVersion*> SlotPool::TakeFresh(int chunk) {
     BALLAST_ASSIGN_OR_RETURN(const std::vector<ChunkVersion*> one, TakeBatch({chunk}));
     return one[0];
   }
-  const int64_t elements = layout_.chunks()[chunk].elements;
   const int64_t bytes = SlotBytesOf(layout_, options_, chunk);
   auto version = std::make_unique<ChunkVersion>();
   BALLAST_ASSIGN_OR_RETURN(
@@ -178,7 +176,7 @@ absl::StatusOr<ChunkVersion*> SlotPool::TakeFresh(int chunk) {
   // Its pages come with the update that writes it, from the node of the thread that does.
   BALLAST_ASSIGN_OR_RETURN(version->arena,
                            arenas_.Create(bytes, options_.owner, ArenaFactory::Touch::kLater));
-  version->slot = MakeSlot(version->arena->data(), elements, PlanesOf(chunk));
+  version->slot = MakeSlot(version->arena->data(), layout_.chunks()[chunk], PlanesOf(chunk));
   ChunkVersion* const fresh = version.get();
   others_.emplace(fresh, std::move(version));
   return fresh;
@@ -267,9 +265,8 @@ std::vector<ChunkVersion*> SlotPool::AddBatch(std::unique_ptr<Arena> memory,
   decltype(others_) versions;  // The pool has all of them, or none.
   for (uint64_t i = 0; i < header.slots; ++i) {
     const int chunk = static_cast<int>(numbers[i]);
-    const int64_t elements = layout_.chunks()[chunk].elements;
     auto version = std::make_unique<ChunkVersion>();
-    version->slot = MakeSlot(at, elements, PlanesOf(chunk));
+    version->slot = MakeSlot(at, layout_.chunks()[chunk], PlanesOf(chunk));
     at += SlotBytesOf(layout_, options_, chunk);
     version->number = static_cast<uint32_t>(header.first_slot + i);
     version->home = chunk;

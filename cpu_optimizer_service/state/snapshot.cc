@@ -1,7 +1,8 @@
 #include "cpu_optimizer_service/state/snapshot.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 
 namespace ballast {
 
@@ -17,9 +18,8 @@ bool Snapshot::has_plane(int parameter, Plane plane) const {
 void Snapshot::Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const {
   const int64_t end = offset + static_cast<int64_t>(out.size());
   layout_->VisitRange(parameter, offset, end, [&](const ChunkPiece& piece) {
-    std::memcpy(out.data() + (piece.parameter_offset - offset),
-                pins_.at(piece.chunk).slot()[plane] + piece.chunk_offset,
-                piece.elements * sizeof(float));
+    ReadPlane(pins_.at(piece.chunk).slot(), plane, piece.chunk_offset,
+              out.subspan(piece.parameter_offset - offset, piece.elements));
   });
 }
 

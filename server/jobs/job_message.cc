@@ -303,6 +303,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   }
   for (int p = 0; p < message.parameters_size(); ++p) {
     message.mutable_parameters(p)->set_offset(job.layout().place(p).offset);
+    message.mutable_parameters(p)->set_state(proto::ToProto(job.layout().format(p)));
     message.mutable_parameters(p)->set_update_count(status.update_counts[p]);
     if (!status.inherited.empty()) {
       message.mutable_parameters(p)->set_inherited(status.inherited[p]);

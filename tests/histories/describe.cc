@@ -129,7 +129,8 @@ std::string Text(const JobPlan& job) {
   }
   for (size_t group = 0; group < job.groups.size(); ++group) {
     absl::StrAppend(&text, "  group ", group, ": ", Name(job.groups[group].wire_dtype), " up, ",
-                    Name(job.groups[group].return_dtype), " down, ",
+                    Name(job.groups[group].return_dtype), " down, state ",
+                    Name(job.groups[group].state.format), ", ",
                     ToString(job.groups[group].hyper_parameters), "\n");
   }
   for (const ParameterPlan& parameter : job.parameters) {

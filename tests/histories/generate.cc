@@ -1,8 +1,10 @@
 #include "tests/histories/generate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "tests/histories/random.h"
 
@@ -106,6 +108,40 @@ void MixRules(History& history) {
   if (orthogonalize) history.job.newton_schulz = Orthogonalizer::kWorkers;
   for (Attempt& attempt : history.attempts) {
     if (orthogonalize && !random.OneIn(3)) attempt.round_seed = random.Next();
+    for (auto& [group, changes] : attempt.overrides) fit(group, changes);
+    for (auto& [group, changes] : attempt.vote.overrides) fit(group, changes);
+    for (Event& event : attempt.events) {
+      if (event.kind != EventKind::kOperator) continue;
+      fit(event.pick % static_cast<int>(groups.size()), event.changes);
+    }
+  }
+}
+
+// Some groups of a third of the jobs get packed state, and a parameter that is large enough for it. By
+// numbers of its own, too.
+void PackStates(History& history) {
+  Random random(Mix(history.seed) + 2);
+  if (!random.OneIn(3)) return;
+  std::vector<GroupPlan>& groups = history.job.groups;
+  for (int group = 0; group < static_cast<int>(groups.size()); ++group) {
+    HyperParameters& values = groups[group].hyper_parameters;
+    const StateFormat format = random.OneIn(3) ? StateFormat::kBFloat16 : StateFormat::k8Bit;
+    if (values.rule == Rule::kAdam && format == StateFormat::kBFloat16) values.beta2 = 0.97;
+    if (values.rule == Rule::kAdam && format == StateFormat::k8Bit) values.amsgrad = false;
+    if (!CheckStateFormat(values, format).ok()) continue;
+    // Shards may cut its groups of elements.
+    groups[group].state = {.format = format, .fallback = true};
+    for (ParameterPlan& parameter : history.job.parameters) {
+      if (parameter.group != group || !parameter.trainable) continue;
+      parameter.elements = random.Pick<int64_t>({4096, 4100, 4160, 5120});
+      break;
+    }
+  }
+  const auto fit = [&](int group, HyperParameterOverrides& changes) {
+    if (groups[group].state.format != StateFormat::kBFloat16) return;
+    if (changes.beta2.has_value()) changes.beta2 = std::min(*changes.beta2, kMostBeta2OfBFloat16);
+  };
+  for (Attempt& attempt : history.attempts) {
     for (auto& [group, changes] : attempt.overrides) fit(group, changes);
     for (auto& [group, changes] : attempt.vote.overrides) fit(group, changes);
     for (Event& event : attempt.events) {
@@ -347,6 +383,7 @@ History Generate(uint64_t seed) {
     history.job.sharding = static_cast<ShardingPlan>(random.Below(kShardingPlans));
   }
   MixRules(history);
+  PackStates(history);
   return history;
 }
 

@@ -70,9 +70,11 @@ std::string NameOf(const ParameterPlan& parameter) {
 
 std::vector<int64_t> ShapeOf(const JobPlan& job, const ParameterPlan& parameter) {
   const bool needs_matrices = HasTwoRounds(job.groups[parameter.group].hyper_parameters.rule) ||
-                              job.sharding != ShardingPlan::kBuckets;
+                              job.sharding != ShardingPlan::kBuckets ||
+                              parameter.elements >= kLeastPackedElements;
   if (!needs_matrices) return {parameter.elements};
-  int64_t columns = 16;
+  // Of large ones rows are often whole groups of packed state.
+  int64_t columns = parameter.elements >= kLeastPackedElements ? 128 : 16;
   while (parameter.elements % columns != 0) --columns;
   const int64_t rows = parameter.elements / columns;
   if (parameter.id % 2 == 0) return {rows, columns};
@@ -104,6 +106,11 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   }
   NameMembers(job, spec);
   LayoutSpec& layout = spec.layout;
+  const bool any = std::ranges::any_of(
+      job.groups, [](const GroupPlan& plan) { return plan.state != StateSpec(); });
+  for (const GroupPlan& plan : job.groups) {
+    if (any) layout.states.push_back(plan.state);
+  }
   layout.world_size = job.world_size;
   layout.group_count = static_cast<int>(job.groups.size());
   layout.chunk_elements = job.chunk_elements;
@@ -117,7 +124,7 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
     ShardOverMesh(job, layout);
     return spec;
   }
-  const std::vector<int64_t> flat = FlatElements(layout.parameters, layout.group_count);
+  const std::vector<int64_t> flat = FlatElements(layout);
   layout.partitions =
       PartitionsOf(MakeBuckets(flat, job.world_size, job.bucket_elements), job.world_size);
   return spec;

@@ -29,6 +29,7 @@ struct GroupPlan {
   HyperParameters hyper_parameters;
   DType wire_dtype = DType::kBFloat16;
   DType return_dtype = DType::kBFloat16;
+  StateSpec state = {};
 };
 
 // How parameters are given to ranks.

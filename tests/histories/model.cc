@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "cpu_optimizer_service/common/layout.h"
@@ -11,13 +12,16 @@
 #include "cpu_optimizer_service/common/rules/muon.h"
 #include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "tests/support/block_sums.h"
+#include "tests/support/packed_parameter.h"
 
 namespace ballast::histories {
 
 Model::Model(const JobPlan& job) : job_(job), later_changes_(job.groups.size()) {
   for (const GroupPlan& group : job.groups) state_.in_force.push_back(group.hyper_parameters);
+  const Layout layout = Layout::Create(SpecOf(job, "model").layout).value();
   for (const ParameterPlan& parameter : job.parameters) {
     ParameterState& state = state_.parameters.emplace_back();
+    formats_[parameter.id] = layout.format(static_cast<int>(state_.parameters.size()) - 1);
     if (!parameter.trainable) continue;
     std::vector<float>& weights = state.planes[Plane::kMaster];
     for (int64_t i = 0; i < parameter.elements; ++i) weights.push_back(FirstWeight(parameter, i));
@@ -30,6 +34,31 @@ void Model::ForgetMoments(const ParameterPlan& parameter, ParameterState& state)
   for (const Plane plane : PlanesOf(values).subspan(1)) {
     state.planes[plane].assign(parameter.elements, InitialValue(values, plane));
   }
+  Settle(parameter, state);
+}
+
+void Model::Settle(const ParameterPlan& parameter, ParameterState& state) const {
+  if (format(parameter) == StateFormat::kFloat32) return;
+  const PackedParameter packed(
+      PlanesOf(job_.groups[parameter.group].hyper_parameters), format(parameter), parameter.elements);
+  for (auto& [plane, values] : state.planes) {
+    WritePlane(packed.slot(), plane, 0, values);
+    values = packed.Read(plane);
+  }
+}
+
+bool Model::UpdatePacked(const ParameterPlan& parameter, ParameterState& state, RuleRun run) const {
+  const PackedParameter packed(PlanesOf(*run.values), format(parameter), parameter.elements);
+  for (const auto& [plane, values] : state.planes) WritePlane(packed.slot(), plane, 0, values);
+  UpdateReference(run);  // In place, and then packed.
+  for (const auto& [plane, values] : state.planes) {
+    for (const float value : values) {
+      if (!Holds(format(parameter), plane, value)) return false;
+    }
+  }
+  UpdatePackedReference({.rule = run, .from = packed.slot(), .to = packed.slot()});
+  for (auto& [plane, values] : state.planes) values = packed.Read(plane);
+  return true;
 }
 
 void Model::ChangeGroup(int group, const HyperParameterOverrides& changes) {
@@ -55,6 +84,7 @@ void Model::Write(const Attempt& attempt) {
         values[e] = WrittenValue(attempt, plane, job_.parameters[p], static_cast<int64_t>(e));
       }
     }
+    Settle(job_.parameters[p], state);
     if (!write.update_counts.empty()) state.updates = write.update_counts[i];
     if (HoldsFirstUpdate(write)) state.updates = std::max<int64_t>(state.updates, 1);
   }
@@ -197,6 +227,12 @@ void Model::Update(const ParameterPlan& parameter, ParameterState& state,
   if (HasTwoRounds(values.rule)) {
     run.shard = direction.data();
     run.shard_dtype = DType::kBFloat16;
+  }
+  if (format(parameter) != StateFormat::kFloat32) {
+    if (!UpdatePacked(parameter, state, run)) {
+      state.planes[Plane::kMaster][0] = std::numeric_limits<float>::infinity();
+    }
+    return;
   }
   UpdateReference(run);
   if (!HasTwoRounds(values.rule) || gradient.empty()) return;

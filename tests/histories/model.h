@@ -56,6 +56,7 @@ class Model {
  public:
   explicit Model(const JobPlan& job);
 
+  StateFormat format(const ParameterPlan& parameter) const { return formats_.at(parameter.id); }
   const ModelState& state() const { return state_; }
   uint64_t applied_steps() const { return applied_steps_; }
   uint64_t skipped_steps() const { return skipped_steps_; }
@@ -91,6 +92,8 @@ class Model {
   void Undo();
 
  private:
+  // As what is stored of them, in the parameter's format.
+  void Settle(const ParameterPlan& parameter, ParameterState& state) const;
   // All planes but the master weights, as before the first update.
   void ForgetMoments(const ParameterPlan& parameter, ParameterState& state) const;
   bool IsUnused(const Attempt& attempt, int parameter) const;
@@ -106,7 +109,11 @@ class Model {
               const std::vector<float>& gradient, const HyperParameters& values, float multiplier,
               int variant) const;
 
+  // Of packed state. false: it would not be finite.
+  bool UpdatePacked(const ParameterPlan& parameter, ParameterState& state, RuleRun run) const;
+
   const JobPlan job_;
+  std::map<int, StateFormat> formats_;  // By parameter's id.
   ModelState state_;
   std::optional<ModelState> previous_;                  // Before the last committed step.
   std::vector<HyperParameters> terms_;                  // Of the step in progress.

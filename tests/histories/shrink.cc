@@ -101,6 +101,7 @@ void AddSmallerJobs(Histories& smaller, const History& history) {
     const GroupPlan plain = {.wire_dtype = DType::kFloat32, .return_dtype = DType::kFloat32};
     if (job.groups[group].wire_dtype != plain.wire_dtype ||
         job.groups[group].return_dtype != plain.return_dtype ||
+        job.groups[group].state != plain.state ||
         job.groups[group].hyper_parameters != plain.hyper_parameters) {
       add([&](JobPlan& j) { j.groups[group] = plain; });
     }

@@ -48,7 +48,7 @@ inline LayoutSpec RandomFlat(std::mt19937& random) {
                   .group_count = 2,
                   .parameters = RandomParameters(random),
                   .chunk_elements = 512};
-  const std::vector<int64_t> flat = FlatElements(spec.parameters, 2);
+  const std::vector<int64_t> flat = FlatElements(spec);
   for (int group = 0; group < 2; ++group) {
     for (int64_t begin = 0; begin < flat[group];) {
       const int64_t blocks = 1 + static_cast<int64_t>(random() % 5);

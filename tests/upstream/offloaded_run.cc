@@ -217,7 +217,8 @@ JobSpec SpreadJob(const std::string& name, std::vector<ParameterSpec> parameters
   for (const ParameterSpec& parameter : parameters) {
     spec.layout.group_count = std::max(spec.layout.group_count, parameter.group + 1);
   }
-  const std::vector<int64_t> flat = FlatElements(parameters, spec.layout.group_count);
+  spec.layout.parameters = std::move(parameters);
+  const std::vector<int64_t> flat = FlatElements(spec.layout);
   for (int group = 0; group < spec.layout.group_count; ++group) {
     spec.groups.push_back({.name = "group" + std::to_string(group)});
     for (int64_t begin = 0; begin < flat[group]; begin += kBlockElements) {
@@ -226,7 +227,6 @@ JobSpec SpreadJob(const std::string& name, std::vector<ParameterSpec> parameters
           {.rank = rank, .group = group, .begin = begin, .end = begin + kBlockElements});
     }
   }
-  spec.layout.parameters = std::move(parameters);
   return InFloat32(std::move(spec));
 }
 

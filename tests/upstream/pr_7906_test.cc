@@ -60,7 +60,7 @@ JobSpec FiveGroups(const std::string& name, int64_t chunk_elements) {
     // A partition that is more than one block, so that chunks differ from blocks.
     spec.layout.partitions.clear();
     for (int group = 0; group < spec.layout.group_count; ++group) {
-      const int64_t flat = FlatElements(spec.layout.parameters, spec.layout.group_count)[group];
+      const int64_t flat = FlatElements(spec.layout)[group];
       if (flat == 0) continue;
       spec.layout.partitions.push_back(
           {.rank = group % kRanks, .group = group, .begin = 0, .end = flat});

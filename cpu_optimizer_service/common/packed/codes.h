@@ -58,7 +58,7 @@ struct CodeTable {
   }
   float Value(int32_t code, float scale) const {
     const auto f = std::bit_cast<float>(c_bits + (code << kCodeShift));
-    return P((f - c) * inverse_d * scale);
+    return (f - c) * inverse_d * scale;
   }
 
   float c;
@@ -81,13 +81,13 @@ inline int8_t PackExpAvg(float m, float factor, int32_t u) {
 }
 inline float UnpackExpAvg(int8_t code, float scale) {
   const float value = kExpAvgCodes.Value(std::abs(int32_t{code}), scale);
-  return code < 0 ? -value : value;
+  return P(code < 0 ? -value : value);
 }
 
 inline uint8_t PackExpAvgSq(float v, float factor, int32_t u) {
   return static_cast<uint8_t>(std::max(kExpAvgSqCodes.Code(v, factor, u), v > 0 ? 1 : 0));
 }
-inline float UnpackExpAvgSq(uint8_t code, float scale) { return kExpAvgSqCodes.Value(code, scale); }
+inline float UnpackExpAvgSq(uint8_t code, float scale) { return P(kExpAvgSqCodes.Value(code, scale)); }
 
 }  // namespace ballast
 

@@ -103,8 +103,8 @@ StateBounds BoundsStored(StateBounds bounds, StateFormat format) {
   // A step of bf16, and more than the roundings of a code.
   constexpr double kRounding = 1 + 0x1p-7;
   for (size_t place = 1; place < bounds.planes.size(); ++place) {
-    bounds.planes[place] *= kRounding;
     if (!(bounds.planes[place] <= kMostPackedMoment)) return {};
+    bounds.planes[place] *= kRounding;
   }
   return bounds;
 }
@@ -155,18 +155,6 @@ void CopyStored(const Slot& from, const Slot& to, int64_t begin, int64_t element
   }
 }
 
-void ReadWeights(const Slot& slot, int64_t begin, int64_t elements, DType dtype, void* out) {
-  if (slot.format != StateFormat::kFloat32 && dtype == DType::kBFloat16) {
-    std::memcpy(out, slot.As<uint16_t>(Plane::kMaster) + begin, elements * sizeof(uint16_t));
-    return;
-  }
-  for (int64_t i = 0; i < elements; ++i) {
-    float value = 0;
-    ReadPlane(slot, Plane::kMaster, begin + i, absl::MakeSpan(&value, 1));
-    StoreElement(out, dtype, i, value);
-  }
-}
-
 void UpdatePackedReference(const PackedRun& run) {
   const PlaneList planes = PlanesOf(*run.rule.values);
   const PackedThresholds thresholds(run.rule.update_count);
@@ -189,8 +177,14 @@ void UpdatePackedReference(const PackedRun& run) {
                   planes[place] == Plane::kExpAvg ? thresholds.exp_avg : thresholds.exp_avg_sq);
     }
     if (run.rule.shard == nullptr) continue;
-    ReadWeights(run.to, run.to_begin + i, group.elements, run.rule.shard_dtype,
-                static_cast<std::byte*>(run.rule.shard) + i * SizeBytes(run.rule.shard_dtype));
+    for (int64_t k = 0; k < group.elements; ++k) {
+      if (run.rule.shard_dtype == DType::kBFloat16) {
+        const uint16_t weight = PackWeight(values[0][k]);
+        std::memcpy(static_cast<uint16_t*>(run.rule.shard) + i + k, &weight, sizeof(weight));
+      } else {
+        StoreElement(run.rule.shard, run.rule.shard_dtype, i + k, values[0][k]);
+      }
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_
 
+#include <cmath>
 #include <cstdint>
 
 #include "absl/status/status.h"
@@ -18,8 +19,13 @@ namespace ballast {
 inline constexpr double kMostBeta2OfBFloat16 = 0.98;
 absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format);
 
-// A larger moment counts as not finite: sums of two fit fp32.
-inline constexpr double kMostPackedMoment = 0x1p126;
+// A larger moment in a packed format counts as not finite: the reciprocal of its scale is no normal
+// number.
+inline constexpr float kMostPackedMoment = 0x1p126f;
+inline bool Holds(StateFormat format, Plane plane, float value) {
+  const bool limited = format != StateFormat::kFloat32 && plane != Plane::kMaster;
+  return std::isfinite(value) && (!limited || std::fabs(value) <= kMostPackedMoment);
+}
 // Bounds after values within `bounds` are stored in the format.
 StateBounds BoundsStored(StateBounds bounds, StateFormat format);
 
@@ -31,15 +37,13 @@ void WritePlane(const Slot& slot, Plane plane, int64_t begin, absl::Span<const f
 // Copies what is stored of elements [begin, begin + elements) of all planes: parameters, from a multiple
 // of kPackedGroup on, or padding.
 void CopyStored(const Slot& from, const Slot& to, int64_t begin, int64_t elements);
-// What goes out of them: `dtype` of the master weights.
-void ReadWeights(const Slot& slot, int64_t begin, int64_t elements, DType dtype, void* out);
 
 // As RuleRun, for packed state. `rule.from` and `rule.to` are not used.
 struct PackedRun {
   RuleRun rule;
   Slot from;
   Slot to;  // Of the same format.
-  // The first elements, multiples of kPackedGroup.
+  // The first elements, multiples of kPackedGroup; of bf16 any.
   int64_t from_begin = 0;
   int64_t to_begin = 0;
 };

@@ -40,11 +40,17 @@ int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
 
 }  // namespace
 
-int64_t SlotBytes(int64_t elements, int planes) {
-  // Every plane has its gap behind it, so SlotBytes(elements, p) is also where plane p of a slot
-  // begins. state/slot_pool.cc relies on that.
-  const int64_t bytes = AlignUp(elements * static_cast<int64_t>(sizeof(float)));
-  return (bytes + (bytes >= kLargePlaneBytes ? kPlaneGapBytes : 0)) * planes;
+int64_t StoredPlaneBytes(StateFormat format, Plane stored, int64_t elements) {
+  const int64_t bytes = AlignUp(StoredBytes(format, stored, elements));
+  return bytes + (bytes >= kLargePlaneBytes ? kPlaneGapBytes : 0);
+}
+
+int64_t SlotBytes(int64_t elements, PlaneList planes, StateFormat format) {
+  int64_t bytes = 0;
+  for (const Plane stored : StoredPlanesOf(planes, format)) {
+    bytes += StoredPlaneBytes(format, stored, elements);
+  }
+  return bytes;
 }
 
 std::vector<PlaneList> PlanesByGroup(const JobSpec& spec) {
@@ -56,7 +62,7 @@ std::vector<PlaneList> PlanesByGroup(const JobSpec& spec) {
 int64_t StateBytes(const Layout& layout, absl::Span<const PlaneList> planes) {
   int64_t bytes = 0;
   for (const Chunk& chunk : layout.chunks()) {
-    bytes += SlotBytes(chunk.elements, static_cast<int>(planes[chunk.group].size()));
+    bytes += SlotBytes(chunk.elements, planes[chunk.group], chunk.format);
   }
   return bytes;
 }
@@ -126,9 +132,13 @@ int64_t ChunkTableBytes(const LayoutSpec& layout) {
     full += elements / static_cast<double>(layout.chunk_elements);
   }
   if (!(full >= 0 && full <= kMaxChunks)) return 0;
-  // Each range, or each rank's part of a group, ends with a chunk that may be smaller.
-  const int64_t ends = layout.mesh.empty() ? static_cast<int64_t>(layout.partitions.size())
-                                           : int64_t{layout.world_size} * layout.group_count;
+  // Each range, or each rank's part of a group, ends with a chunk that may be smaller. So does one where
+  // the format of the state changes.
+  int64_t ends = layout.mesh.empty() ? static_cast<int64_t>(layout.partitions.size())
+                                     : int64_t{layout.world_size} * layout.group_count;
+  for (const ParameterSpec& parameter : layout.parameters) {
+    if (layout.is_packed(parameter.group)) ends += layout.mesh.empty() ? 1 : layout.world_size;
+  }
   return kTableBytesOfChunk * std::min<int64_t>(static_cast<int64_t>(full) + ends, kMaxChunks);
 }
 

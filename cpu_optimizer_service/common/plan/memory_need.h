@@ -32,7 +32,9 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);
 // The parts of it, in bytes.
 inline constexpr int64_t kArenaAlignment = 64;
 inline constexpr int64_t AlignUp(int64_t bytes) { return RoundUp(bytes, kArenaAlignment); }
-int64_t SlotBytes(int64_t elements, int planes);  // One version of a chunk.
+// In a version of a chunk: what is stored of a plane, and all of it.
+int64_t StoredPlaneBytes(StateFormat format, Plane stored, int64_t elements);
+int64_t SlotBytes(int64_t elements, PlaneList planes, StateFormat format);
 std::vector<PlaneList> PlanesByGroup(const JobSpec& spec);
 int64_t StateBytes(const Layout& layout, absl::Span<const PlaneList> planes);  // All chunks.
 int64_t GradientBytes(const JobSpec& spec, const Layout& layout);

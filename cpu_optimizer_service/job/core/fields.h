@@ -109,8 +109,13 @@ void Fields(Each&& each, PartitionRange& v) {
   each(v.rank, v.group, v.begin, v.end);
 }
 template <typename Each>
+void Fields(Each&& each, StateSpec& v) {
+  each(v.format, v.fallback);
+}
+template <typename Each>
 void Fields(Each&& each, LayoutSpec& v) {
-  each(v.world_size, v.group_count, v.parameters, v.mesh, v.partitions, v.chunk_elements);
+  each(v.world_size, v.group_count, v.parameters, v.mesh, v.partitions, v.chunk_elements,
+       v.states);
 }
 template <typename Each>
 void Fields(Each&& each, GroupSpec& v) {

@@ -279,8 +279,7 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   BALLAST_RETURN_IF_ERROR(CheckLeads());
   BALLAST_RETURN_IF_ERROR(core_.CheckUsable());
   const HyperParameters& now = core_.record.hyper_parameters[group];
-  BALLAST_RETURN_IF_ERROR(
-      Annotate(ValidateChanges(now, changes), absl::StrCat("group ", spec().groups[group].name)));
+  BALLAST_RETURN_IF_ERROR(ValidateChanges(spec(), group, now, changes));
   const HyperParameters changed = Apply(now, changes);
   core_.record.hyper_parameters[group] = changed;
   if (!machine_.between_steps()) {

@@ -90,7 +90,7 @@
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
-inline constexpr uint32_t kKeptFormat = 3;
+inline constexpr uint32_t kKeptFormat = 4;
 
 class KeptJob {
  public:

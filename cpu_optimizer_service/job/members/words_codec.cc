@@ -395,6 +395,10 @@ absl::StatusOr<Follow> DecodeFollow(absl::string_view bytes) {
   const JobSpec& spec = follow.spec;
   const bool fits = spec.unused_policy <= UnusedPolicy::kZero &&
                     spec.update_mode <= UpdateMode::kSpeculate && spec.on_abort <= OnAbort::kSkip &&
+                    std::ranges::all_of(spec.layout.states,
+                                        [](const StateSpec& state) {
+                                          return state.format <= StateFormat::k8Bit;
+                                        }) &&
                     std::ranges::all_of(spec.groups, [](const GroupSpec& group) {
                       return group.wire_dtype <= DType::kFloat32 &&
                              group.return_dtype <= DType::kFloat32 &&

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
@@ -73,13 +74,13 @@ absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
   BALLAST_ASSIGN_OR_RETURN(const ChunkStore::Write write,
                            memory_.store->BeginWrite(index, Destination::kInPlaceIfFree));
   absl::Status status;
+  std::vector<float> read(chunk.elements);
   for (const Plane plane : PlanesOf(values)) {
-    float* const to = write.to[plane];
     // Padding belongs to no piece and must be zero.
-    std::fill_n(to, chunk.elements, 0.0f);
+    std::ranges::fill(read, 0.0f);
     for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
       if (!status.ok()) break;
-      const auto elements = absl::MakeSpan(to + piece.chunk_offset, piece.elements);
+      const auto elements = absl::MakeSpan(read).subspan(piece.chunk_offset, piece.elements);
       if (!checkpoint.has(plane)) {  // Of weights alone.
         std::ranges::fill(elements, InitialValue(values, plane));
         continue;
@@ -87,6 +88,7 @@ absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
       status = checkpoint.Read(core_.spec().layout.parameters[piece.parameter].name, plane,
                                piece.parameter_offset, elements);
     }
+    if (status.ok()) WritePlane(write.to, plane, 0, read);
   }
   // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load
   // or a close helps.
@@ -235,7 +237,7 @@ void Loader::ReplaceState(std::shared_ptr<OpenedCheckpoint> opened, Clock::time_
   absl::Status status;
   const std::vector<PlaneList> planes = PlanesByGroup(core_.spec());
   const auto bytes_of = [&](const Chunk& chunk) {
-    return SlotBytes(chunk.elements, static_cast<int>(planes[chunk.group].size()));
+    return SlotBytes(chunk.elements, planes[chunk.group], chunk.format);
   };
   auto progress = core_.BeginActivity(ActivityKind::kLoadingCheckpoint, memory_.need.state_bytes,
                                       opened->directory);

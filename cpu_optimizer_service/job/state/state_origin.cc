@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -80,7 +81,8 @@ void StateOrigin::Show() {
 absl::Status StateOrigin::CheckFirst(int index, Plane plane, absl::Span<const float> values) const {
   const std::string what = absl::StrCat("first ", plane == Plane::kMaster ? "weights" : Name(plane),
                                         " of chunk ", index, " have ");
-  if (const std::optional<int64_t> bad = FirstBadValue(plane, values); bad.has_value()) {
+  if (const std::optional<int64_t> bad = FirstBadValue(plane, core_.layout.chunks()[index].format, values);
+      bad.has_value()) {
     const ChunkPiece at = core_.layout.PieceAt(index, *bad);
     if (at.parameter == -1) {
       return absl::InvalidArgumentError(
@@ -278,27 +280,26 @@ absl::Status StateOrigin::ChooseInherited(const CheckpointIndex& index) {
 
 absl::Status StateOrigin::InheritChunk(int index, const ReadPlane& read) {
   const Slot& slot = memory_.store->Published(index);
+  std::vector<float> values;
   for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
     if (!inherited_[piece.parameter]) continue;
     const ParameterSpec& parameter = core_.spec().layout.parameters[piece.parameter];
+    values.resize(piece.elements);
     for (const Plane plane : PlanesOf(core_.spec().groups[parameter.group].hyper_parameters)) {
       BALLAST_RETURN_IF_ERROR(
-          read(parameter.name, plane, piece.parameter_offset,
-               absl::MakeSpan(slot[plane] + piece.chunk_offset, piece.elements)));
+          read(parameter.name, plane, piece.parameter_offset, absl::MakeSpan(values)));
+      WritePlane(slot, plane, piece.chunk_offset, values);
     }
   }
   return absl::OkStatus();
 }
 
 void StateOrigin::WriteFirst(int index, Plane plane, absl::Span<const float> values) {
-  float* const to = memory_.store->Published(index)[plane];
-  if (inherited_.empty()) {
-    std::copy(values.begin(), values.end(), to);
-    return;
-  }
+  const Slot& slot = memory_.store->Published(index);
+  if (inherited_.empty()) return WritePlane(slot, plane, 0, values);
   for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
     if (inherited_[piece.parameter]) continue;
-    std::copy_n(values.data() + piece.chunk_offset, piece.elements, to + piece.chunk_offset);
+    WritePlane(slot, plane, piece.chunk_offset, values.subspan(piece.chunk_offset, piece.elements));
   }
 }
 

@@ -1,11 +1,11 @@
 #include "cpu_optimizer_service/job/state/state_view.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/rule.h"
@@ -48,16 +48,15 @@ absl::StatusOr<Snapshot> StateView::SnapshotOf(absl::Span<const int> parameters,
 void StateView::Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const {
   const int64_t end = offset + static_cast<int64_t>(out.size());
   core_.layout.VisitRange(parameter, offset, end, [&](const ChunkPiece& piece) {
-    std::memcpy(out.data() + (piece.parameter_offset - offset),
-                memory_.store->Published(piece.chunk)[plane] + piece.chunk_offset,
-                piece.elements * sizeof(float));
+    ReadPlane(memory_.store->Published(piece.chunk), plane, piece.chunk_offset,
+              out.subspan(piece.parameter_offset - offset, piece.elements));
   });
 }
 
 void StateView::ReadWeights(int index, std::byte* out) const {
   const Chunk& chunk = core_.layout.chunks()[index];
-  ConvertFromFloat(memory_.store->Published(index)[Plane::kMaster], out,
-                   core_.spec().groups[chunk.group].return_dtype, chunk.elements);
+  ballast::ReadWeights(memory_.store->Published(index), 0, chunk.elements,
+                       core_.spec().groups[chunk.group].return_dtype, out);
 }
 
 CheckpointIndex StateView::MakeIndex(const JobRecord& record) const {

@@ -249,11 +249,7 @@ void StateWrites::CopyWritten(const StateWriting& writing) {
   for (const int chunk : writing.chunks()) {
     auto to = memory_.store->BeginWrite(chunk, Destination::kInPlaceIfFree);
     Check(to.ok(), "a pinned chunk has a place to be written to");
-    for (int plane = 0; plane < kPlaneKinds && !to->in_place; ++plane) {
-      if (to->from.planes[plane] == nullptr) continue;
-      std::copy_n(to->from.planes[plane], core_.layout.chunks()[chunk].elements,
-                  to->to.planes[plane]);
-    }
+    if (!to->in_place) CopyStored(to->from, to->to, 0, core_.layout.chunks()[chunk].elements);
     writing.CopyTo(chunk, to->to);
     Stored("a written chunk");
     memory_.store->Publish(*to, memory_.store->step(chunk));

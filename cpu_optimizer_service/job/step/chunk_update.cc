@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/rules/muon.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -32,18 +33,35 @@ struct Elements {
   int parameter = -1;        // One of theirs; in the second round theirs.
 };
 
+RuleRun RuleRunOf(const ChunkUpdate& update, const Elements& of) {
+  return {.elements = of.count,
+          .gradient = Advance(update.gradient.data, update.gradient.dtype, of.begin),
+          .gradient_dtype = update.gradient.dtype,
+          .shard = Advance(update.shard, update.shard_dtype, of.begin),
+          .shard_dtype = update.shard_dtype,
+          .values = update.hyper_parameters,
+          .update_count = of.update_count,
+          .multiplier = update.multiplier,
+          .round = update.round};
+}
+
 // The new state from element `to_begin` of `update.to` on.
 void UpdateRun(const ChunkUpdate& update, const Elements& of, int64_t to_begin) {
   const auto [begin, elements, update_count, parameter] = of;
-  RuleRun run = {.elements = elements,
-                 .gradient = Advance(update.gradient.data, update.gradient.dtype, begin),
-                 .gradient_dtype = update.gradient.dtype,
-                 .shard = Advance(update.shard, update.shard_dtype, begin),
-                 .shard_dtype = update.shard_dtype,
-                 .values = update.hyper_parameters,
-                 .update_count = update_count,
-                 .multiplier = update.multiplier,
-                 .round = update.round};
+  std::optional<RedoWriter> redo;
+  if (update.redo != nullptr) {
+    redo.emplace(*update.redo, static_cast<uint32_t>(update.chunk), begin);
+  }
+  RedoWriter* const record = redo.has_value() ? &*redo : nullptr;
+  RuleRun run = RuleRunOf(update, of);
+  if (update.from.format != StateFormat::kFloat32) {
+    return UpdatePacked({.rule = run,
+                         .from = update.from,
+                         .to = update.to,
+                         .from_begin = begin,
+                         .to_begin = to_begin},
+                        record);
+  }
   if (update.round == Round::kSecond) {
     const std::vector<int64_t>& shape = update.layout->spec().parameters[parameter].shape;
     run.multiplier = static_cast<float>(AdjustmentOf(*run.values, shape[0], shape[1]));
@@ -56,24 +74,17 @@ void UpdateRun(const ChunkUpdate& update, const Elements& of, int64_t to_begin) 
     run.from[place] = update.from[plane] + begin;
     run.to[place++] = update.to[plane] + to_begin;
   }
-  if (update.redo == nullptr) return UpdateByRule(run);
-  RedoWriter redo(*update.redo, static_cast<uint32_t>(update.chunk), begin);
-  UpdateByRule(run, &redo);
+  UpdateByRule(run, record);
 }
 
 // Elements that this step does not touch: the new version holds what the old one did.
 void KeepRun(const ChunkUpdate& update, int64_t begin, int64_t elements) {
   // In place nothing is copied, and so there is nothing to record in a redo lane either.
-  for (const Plane plane : PlanesOf(*update.hyper_parameters)) {
-    const float* from = update.from[plane];
-    float* to = update.to[plane];
-    if (from != to) std::memcpy(to + begin, from + begin, elements * sizeof(float));
-  }
+  CopyStored(update.from, update.to, begin, elements);
   // The rank gets the chunk's weights whole, with those that stay as they were.
   if (update.shard != nullptr) {
-    ConvertFromFloat(update.to[Plane::kMaster] + begin,
-                     Advance(update.shard, update.shard_dtype, begin), update.shard_dtype,
-                     elements);
+    ReadWeights(update.to, begin, elements, update.shard_dtype,
+                Advance(update.shard, update.shard_dtype, begin));
   }
 }
 
@@ -123,7 +134,6 @@ uint32_t LargestBits(const float* values, int64_t elements) {
   return largest;
 }
 
-constexpr uint32_t kInfinityBits = 0x7f800000;
 // The planes from cause to effect: the moments before the weight, which is not finite wherever one
 // of them is not. So `look` takes places 1, 2, ... and then 0.
 size_t PlaceInOrder(size_t number, size_t planes) { return (number + 1) % planes; }
@@ -172,17 +182,19 @@ std::vector<Plane> PlanesWritten(const HyperParameters& values, Round round) {
 TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
                            absl::FunctionRef<int64_t(int parameter)> update_count_of) {
   const PlaneList planes = PlanesOf(*update.hyper_parameters);
+  const StateFormat format = update.from.format;
   std::array<uint32_t, kMaxPlanes> largest = {};
   TrialUpdate trial;
   // The planes of elements [begin, begin + elements), of which `slot` has the first at `offset`.
   const auto look = [&](const Slot& slot, int64_t offset, int64_t begin, int64_t elements) {
     for (size_t number = 0; number < planes.size(); ++number) {
       const size_t place = PlaceInOrder(number, planes.size());
-      const float* const values = slot[planes[place]] + offset;
+      const Plane plane = planes[place];
+      const float* const values = slot[plane] + offset;
       largest[place] = std::max(largest[place], LargestBits(values, elements));
-      if (largest[place] < kInfinityBits) continue;
+      if (Holds(format, plane, std::bit_cast<float>(largest[place]))) continue;
       const float* const found =
-          std::find_if(values, values + elements, [](float x) { return !std::isfinite(x); });
+          std::find_if(values, values + elements, [&](float x) { return !Holds(format, plane, x); });
       const int64_t element = begin + (found - values);
       // The first element, so that the reason does not depend on how a parameter is cut.
       if (trial.non_finite.has_value() && trial.non_finite->element <= element) continue;
@@ -192,27 +204,39 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
   std::array<std::array<float, kTrialElements>, kMaxPlanes> scratch;
   ChunkUpdate piece = update;
   piece.shard = nullptr;
+  piece.to = {};
+  for (size_t place = 0; place < planes.size(); ++place) {
+    piece.to.planes[static_cast<size_t>(planes[place])] = scratch[place].data();
+  }
   VisitRuns(update, update_count_of, [&](const Elements& run) {
     int64_t begin = run.begin;
     const int64_t end = begin + run.count;
     for (; begin < end && !trial.non_finite.has_value(); begin += kTrialElements) {
       const int64_t count = std::min(kTrialElements, end - begin);
-      if (run.update_count == 0) {
+      const Elements elements = {begin, count, run.update_count, run.parameter};
+      if (format != StateFormat::kFloat32) {
+        // As the packed kernel computes them, before they are packed.
+        RuleRun values = RuleRunOf(piece, elements);
+        for (size_t place = 0; place < planes.size(); ++place) {
+          values.from[place] = values.to[place] = scratch[place].data();
+          ReadPlane(update.from, planes[place], begin, absl::MakeSpan(scratch[place]).first(count));
+        }
+        if (run.update_count != 0) UpdateByRule(values);
+        look(piece.to, 0, begin, count);
+      } else if (run.update_count == 0) {
         // What stays as it is counts as well: the bounds are of all of the group's state.
         look(update.from, begin, begin, count);
-        continue;
+      } else {
+        // The kernel that the real update runs, so that its values are those that would be stored.
+        UpdateRun(piece, elements, /*to_begin=*/0);
+        look(piece.to, 0, begin, count);
       }
-      for (size_t place = 0; place < planes.size(); ++place) {
-        piece.to.planes[static_cast<size_t>(planes[place])] = scratch[place].data();
-      }
-      // The kernel that the real update runs, so that its values are those that would be stored.
-      UpdateRun(piece, {begin, count, run.update_count, run.parameter}, /*to_begin=*/0);
-      look(piece.to, 0, begin, count);
     }
   });
   if (trial.non_finite.has_value()) return trial;
   std::ranges::transform(largest, trial.largest.planes.begin(),
                          [](uint32_t bits) -> double { return std::bit_cast<float>(bits); });
+  trial.largest = BoundsStored(trial.largest, format);
   return trial;
 }
 

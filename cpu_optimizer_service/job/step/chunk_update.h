@@ -11,6 +11,7 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/state_bounds.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
@@ -63,7 +64,7 @@ std::vector<Plane> PlanesWritten(const HyperParameters& values, Round round);
 
 // The chunk's state after UpdateChunk, without writing it: `to` and `shard` are ignored.
 struct TrialUpdate {
-  StateBounds largest;  // Of each plane, exactly, if there is no `non_finite`.
+  StateBounds largest;  // If there is no `non_finite`: of each plane, exactly in fp32.
   struct NonFinite {
     Plane plane = Plane::kMaster;
     int64_t element = 0;  // In the chunk.

@@ -1,20 +1,21 @@
 #include "cpu_optimizer_service/job/step/state_writing.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
 
-std::optional<int64_t> FirstBadValue(Plane plane, absl::Span<const float> values) {
+std::optional<int64_t> FirstBadValue(Plane plane, StateFormat format,
+                                     absl::Span<const float> values) {
   const bool squares = IsOfSquares(plane);
-  const auto bad = std::find_if_not(values.begin(), values.end(), [squares](float value) {
-    return std::isfinite(value) && (!squares || value >= 0);
+  const auto bad = std::find_if_not(values.begin(), values.end(), [&](float value) {
+    return Holds(format, plane, value) && (!squares || value >= 0);
   });
   return bad == values.end() ? std::nullopt : std::optional<int64_t>(bad - values.begin());
 }
@@ -56,7 +57,7 @@ float* StateWriting::At(int chunk) const {
 
 absl::Status StateWriting::CheckValues(int parameter, Plane plane, absl::Span<const float> values,
                                        int64_t first) const {
-  const std::optional<int64_t> bad = FirstBadValue(plane, values);
+  const std::optional<int64_t> bad = FirstBadValue(plane, layout_.format(parameter), values);
   return bad.has_value() ? BadValue(absl::StrCat(Name(plane), " of ",
                                                  layout_.spec().parameters[parameter].name),
                                     plane, values[*bad], first + *bad)
@@ -102,7 +103,8 @@ void StateWriting::CopyTo(int chunk, const Slot& slot) const {
   for (const Plane plane : write_.planes) {
     layout_.VisitParts(chunk, [&](const ChunkPart& part) {
       if (Writes(part.parameter)) {
-        std::copy_n(from + part.chunk_offset, part.elements, slot[plane] + part.chunk_offset);
+        WritePlane(slot, plane, part.chunk_offset,
+                   absl::MakeConstSpan(from + part.chunk_offset, part.elements));
       }
       return true;
     });

@@ -30,7 +30,8 @@ namespace ballast {
 
 // The first value that no update leaves in such a plane: a non-finite one, or a negative one in a
 // plane of squares.
-std::optional<int64_t> FirstBadValue(Plane plane, absl::Span<const float> values);
+std::optional<int64_t> FirstBadValue(Plane plane, StateFormat format,
+                                     absl::Span<const float> values);
 // INVALID_ARGUMENT, for people. `what`: "exp_avg_sq of h.0.w".
 absl::Status BadValue(absl::string_view what, Plane plane, float value, int64_t element);
 

@@ -125,8 +125,7 @@ absl::StatusOr<std::vector<HyperParameters>> WithOverrides(
     }
     // All values are checked together: whether an lr is possible depends on the betas and on the
     // weight decay, too.
-    BALLAST_RETURN_IF_ERROR(Annotate(ValidateChanges(values[group], changes),
-                                     absl::StrCat("group ", spec.groups[group].name)));
+    BALLAST_RETURN_IF_ERROR(ValidateChanges(spec, group, values[group], changes));
     values[group] = Apply(values[group], changes);
   }
   return values;

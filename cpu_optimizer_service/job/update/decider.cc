@@ -75,9 +75,10 @@ Draft Decider::MakeDraft() const {
   Draft draft = DecideStep(Facts(), lead_.vote());
   if (!draft.outcome.decision.apply) return draft;
   for (int group = 0; group < core_.layout.group_count(); ++group) {
-    draft.bounds.push_back(BoundsAfter(core_.bounds.empty() ? StateBounds() : core_.bounds[group],
-                                       draft.update.hyper_parameters[group], group_sums[group],
-                                       draft.update.multipliers[group]));
+    const StateBounds after = BoundsAfter(
+        core_.bounds.empty() ? StateBounds() : core_.bounds[group],
+        draft.update.hyper_parameters[group], group_sums[group], draft.update.multipliers[group]);
+    draft.bounds.push_back(BoundsStored(after, core_.spec().layout.state(group).format));
   }
   return draft;
 }

@@ -7,6 +7,7 @@
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/update/executor.h"
 #include "cpu_optimizer_service/job/update/second_round.h"
+#include "cpu_optimizer_service/kernels/packed_turn.h"
 
 namespace ballast {
 
@@ -195,11 +196,8 @@ void Executor::RollForward(const StepUpdate& update, int index, Round round) {
     const RedoWord word = RedoWord::Unpack(lane->word);
     // The turn that the word names is whole in the lane, and may be there in part in the planes, so
     // it is copied once more. A lane that was just taken names a turn of no elements.
-    RedoTurn& turn = lane->turns[word.turn];
-    int place = 0;
-    for (const Plane plane : PlanesWritten(*chunk.hyper_parameters, round)) {
-      std::copy_n(turn.plane(place++), word.count, chunk.to[plane] + (word.done - word.count));
-    }
+    StoreTurn(lane->turns[word.turn], PlanesWritten(*chunk.hyper_parameters, round), chunk.to,
+              word.done - word.count, word.count);
     chunk.done = word.done;
   }
   UpdateChunk(chunk, [&](int parameter) { return update.update_counts[parameter]; });

@@ -21,7 +21,7 @@ constexpr absl::Duration kStepLimit = absl::Minutes(2);
 SteadyTime Now() { return std::chrono::steady_clock::now(); }
 
 int64_t ElementsOfAllRanks(const JobSpec& spec) {
-  const auto flat = FlatElements(spec.layout.parameters, static_cast<int>(spec.groups.size()));
+  const auto flat = FlatElements(spec.layout);
   return std::accumulate(flat.begin(), flat.end(), int64_t{0});
 }
 

@@ -47,7 +47,7 @@ TEST(SessionOfALargeJob, IsWaitedForLonger) {
   LayoutSpec& layout = options.job.layout;
   layout.parameters[0].shape = {1 << 16, 1 << 10};
   layout.chunk_elements = kMaxChunkElements;
-  layout.partitions = PartitionsOf(MakeBuckets(FlatElements(layout.parameters, 2), 2, 1 << 20), 2);
+  layout.partitions = PartitionsOf(MakeBuckets(FlatElements(layout), 2, 1 << 20), 2);
   const absl::Time start = clock.Now();
   const absl::Status status = SessionImpl::Open(std::move(transport), clock, options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;

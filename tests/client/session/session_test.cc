@@ -183,7 +183,7 @@ TEST_P(SessionTest, ADerivedJobGoesOnWithOtherParameters) {
   JobSpec after = before;
   after.layout.parameters.push_back({.name = "new", .shape = {500}, .group = 0});
   after.layout.partitions =
-      PartitionsOf(MakeBuckets(FlatElements(after.layout.parameters, 2), 2, 2 * kBlockElements), 2);
+      PartitionsOf(MakeBuckets(FlatElements(after.layout), 2, 2 * kBlockElements), 2);
   std::atomic<int> sent = 0;
   ForEachRank(2, [&](int rank) {
     auto self = Join(before, rank).value();
@@ -232,7 +232,7 @@ TEST_P(SessionTest, AJobThatDoesNotFitIsRefused) {
   job.layout.parameters[0].shape = {1 << 28};
   job.layout.chunk_elements = kMaxChunkElements;
   job.layout.partitions =
-      PartitionsOf(MakeBuckets(FlatElements(job.layout.parameters, 2), 1, 1 << 20), 1);
+      PartitionsOf(MakeBuckets(FlatElements(job.layout), 1, 1 << 20), 1);
   const absl::Status status = Join(job, 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
 }

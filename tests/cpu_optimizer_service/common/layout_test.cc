@@ -146,7 +146,7 @@ TEST(Layout, RanksWithNothingAndEmptyGroupsCostNothing) {
   spec.group_count = 2;
   spec.parameters = {{.name = "p", .shape = {8}, .group = 1},
                      {.name = "z", .shape = {0}, .group = 0}};
-  spec.partitions = PartitionsOf(MakeBuckets(FlatElements(spec.parameters, 2), 4, 1024), 4);
+  spec.partitions = PartitionsOf(MakeBuckets(FlatElements(spec), 4, 1024), 4);
   const Layout layout = Layout::Create(spec).value();
   EXPECT_EQ(layout.chunks().size(), 1u);
   EXPECT_EQ(layout.chunks_of_rank(0).size(), 1u);

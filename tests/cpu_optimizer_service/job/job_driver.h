@@ -44,7 +44,7 @@ inline JobSpec MakeJobSpec(const JobShape& shape, const std::string& name = "job
       spec.layout.parameters.push_back({.name = "p" + index, .shape = {size}, .group = group});
     }
   }
-  const auto flat = FlatElements(spec.layout.parameters, spec.layout.group_count);
+  const auto flat = FlatElements(spec.layout);
   spec.layout.partitions =
       PartitionsOf(MakeBuckets(flat, shape.world_size, shape.bucket_elements), shape.world_size);
   return spec;

@@ -73,7 +73,7 @@ JobSpec Spec(const Sharding& sharding, int64_t chunk_elements = kMaxChunkElement
                        {.name = "frozen", .shape = {9}, .trainable = false}};
   if (sharding.mesh.empty()) {
     layout.partitions =
-        PartitionsOf(MakeBuckets(FlatElements(layout.parameters, 3), sharding.world_size, 4096),
+        PartitionsOf(MakeBuckets(FlatElements(layout), sharding.world_size, 4096),
                      sharding.world_size);
     return spec;
   }

@@ -441,7 +441,7 @@ TEST(PackedState, BoundsHoldWhatIsStored) {
   const StateBounds stored = BoundsStored(bounds, StateFormat::kBFloat16);
   EXPECT_EQ(stored.planes[0], 1);
   EXPECT_GT(stored.planes[1], BFloat16ToFloat(FloatToBFloat16(2 * (1 + 0x1p-9f))));
-  bounds.planes[2] = kMostPackedMoment;
+  bounds.planes[2] = 1.01 * kMostPackedMoment;
   EXPECT_FALSE(BoundsStored(bounds, StateFormat::k8Bit).finite());
   EXPECT_TRUE(BoundsStored(bounds, StateFormat::kFloat32).finite());
 }

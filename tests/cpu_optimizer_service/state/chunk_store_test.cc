@@ -49,8 +49,9 @@ class ChunkStoreTest : public testing::Test {
     store_->Publish(write, step);
   }
   void Fill(const ChunkStore::Write& write, float value) {
-    for (float* plane : write.to.planes) {
-      if (plane != nullptr) std::fill_n(plane, layout_->chunks()[write.chunk].elements, value);
+    for (void* plane : write.to.planes) {
+      if (plane == nullptr) continue;
+      std::fill_n(static_cast<float*>(plane), layout_->chunks()[write.chunk].elements, value);
     }
   }
 
@@ -65,8 +66,9 @@ TEST_F(ChunkStoreTest, SlotsHaveThePlanesOfTheirGroupAndDoNotOverlap) {
   EXPECT_NE(store_->Published(3)[Plane::kMaxExpAvgSq], nullptr);
   for (int chunk = 0; chunk < 4; ++chunk) Write(chunk, static_cast<float>(chunk + 1), 1);
   for (int chunk = 0; chunk < 4; ++chunk) {
-    for (const float* plane : store_->Published(chunk).planes) {
-      if (plane == nullptr) continue;
+    for (const void* memory : store_->Published(chunk).planes) {
+      if (memory == nullptr) continue;
+      const auto* const plane = static_cast<const float*>(memory);
       EXPECT_EQ(plane[0], chunk + 1);
       EXPECT_EQ(plane[layout_->chunks()[chunk].elements - 1], chunk + 1);
     }
@@ -343,8 +345,9 @@ class PreviousVersions : public ChunkStoreTest {
 
  private:
   void ExpectAll(const Slot& slot, int chunk, float value) const {
-    for (const float* plane : slot.planes) {
-      if (plane == nullptr) continue;
+    for (const void* memory : slot.planes) {
+      if (memory == nullptr) continue;
+      const auto* const plane = static_cast<const float*>(memory);
       const float* const end = plane + layout_->chunks()[chunk].elements;
       EXPECT_EQ(std::count(plane, end, value), end - plane) << "chunk " << chunk;
     }

@@ -21,7 +21,7 @@ TEST(BucketOrder, ReducesABucketWhenTheLastOfItsParametersIsThere) {
   for (int p = 0; p < 4; ++p) {  // A block and a half each.
     spec.parameters.push_back({.name = "p" + std::to_string(p), .shape = {384}});
   }
-  const std::vector<Bucket> buckets = MakeBuckets(FlatElements(spec.parameters, 1), 1, 512);
+  const std::vector<Bucket> buckets = MakeBuckets(FlatElements(spec), 1, 512);
   spec.partitions = PartitionsOf(buckets, 1);
   const Layout layout = Layout::Create(spec).value();
   const BucketOrder order = MakeBucketOrder(layout, buckets, std::vector<int>{2, 0, 3, 1});

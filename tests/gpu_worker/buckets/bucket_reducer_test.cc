@@ -26,7 +26,7 @@ struct Fixture {
     for (int p = 0; p < 4; ++p) {
       spec.parameters.push_back({.name = "p" + std::to_string(p), .shape = {384}});
     }
-    buckets = MakeBuckets(FlatElements(spec.parameters, 1), world_size, 512);
+    buckets = MakeBuckets(FlatElements(spec), world_size, 512);
     spec.partitions = PartitionsOf(buckets, world_size);
     layout = std::make_unique<Layout>(Layout::Create(spec).value());
     gradients.resize(buckets.back().begin + buckets.back().shard_elements * world_size);

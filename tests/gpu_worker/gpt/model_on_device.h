@@ -32,7 +32,7 @@ inline Layout LayoutOf(const GptConfig& config) {
     spec.parameters.push_back(
         {.name = parameter.name, .shape = parameter.shape, .group = parameter.decay ? 0 : 1});
   }
-  const std::vector<int64_t> elements = FlatElements(spec.parameters, spec.group_count);
+  const std::vector<int64_t> elements = FlatElements(spec);
   for (int group = 0; group < spec.group_count; ++group) {
     spec.partitions.push_back({.group = group, .begin = 0, .end = elements[group]});
   }

@@ -61,7 +61,7 @@ JobSpec MakeJob(const World& world) {
                                      .group = group});
   }
   const std::vector<Bucket> buckets =
-      MakeBuckets(FlatElements(job.layout.parameters, 2), world.world_size, kElements / 2);
+      MakeBuckets(FlatElements(job.layout), world.world_size, kElements / 2);
   job.layout.partitions = PartitionsOf(buckets, world.world_size);
   return job;
 }

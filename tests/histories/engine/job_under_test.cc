@@ -11,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/packed/codes.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/rules/newton_schulz.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -308,8 +309,13 @@ std::vector<std::byte> JobUnderTest::Shard(int chunk) const {
   for (const ChunkPiece& piece : layout().Pieces(chunk)) {
     const std::vector<float>& master =
         model_.state().parameters[piece.parameter].planes.at(Plane::kMaster);
+    // What goes out of packed state is what is stored there.
+    const bool is_stored = dtype == DType::kBFloat16 && place.format != StateFormat::kFloat32;
     for (int64_t i = 0; i < piece.elements; ++i) {
-      StoreElement(bytes.data(), dtype, piece.chunk_offset + i, master[piece.parameter_offset + i]);
+      const float weight = master[piece.parameter_offset + i];
+      const int64_t at = piece.chunk_offset + i;
+      StoreElement(bytes.data(), dtype, at,
+                   is_stored ? BFloat16ToFloat(PackWeight(weight)) : weight);
     }
   }
   return bytes;

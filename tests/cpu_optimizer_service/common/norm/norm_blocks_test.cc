@@ -19,7 +19,7 @@ LayoutSpec Spec(const std::vector<int64_t>& sizes, int world_size, int64_t bucke
   for (const int64_t size : sizes) {
     spec.parameters.push_back({.name = std::to_string(spec.parameters.size()), .shape = {size}});
   }
-  const auto flat = FlatElements(spec.parameters, 1);
+  const auto flat = FlatElements(spec);
   spec.partitions = PartitionsOf(MakeBuckets(flat, world_size, bucket_elements), world_size);
   return spec;
 }

@@ -148,7 +148,7 @@ TEST_F(JobDeathTest, WhileAJobIsDerivedFromAnotherIsNotSeen) {
   parameters.erase(parameters.begin());
   parameters.push_back({.name = "new", .shape = {300}, .group = 0});
   training.derived.layout.partitions =
-      PartitionsOf(MakeBuckets(FlatElements(parameters, training.derived.layout.group_count),
+      PartitionsOf(MakeBuckets(FlatElements(training.derived.layout),
                                training.derived.layout.world_size, 512),
                    training.derived.layout.world_size);
   ExpectAmong(DieAtEachStore(training, 0, /*stride=*/2), {"a chunk's first weights"});
