@@ -168,12 +168,23 @@ typedef struct ballast_hyper_parameters {
         0                                                                                         \
   }
 
+/* How a group's state is stored. A parameter with fewer than two dimensions or fewer than 4096
+ * elements is in fp32 in any case. */
+typedef enum ballast_state_format {
+  BALLAST_STATE_FP32 = 0,
+  BALLAST_STATE_BF16 = 1, /* Moments in bf16; with Adam beta2 is at most 0.98. */
+  BALLAST_STATE_8BIT = 2  /* Moments in 8 bits; Adam without amsgrad. */
+} ballast_state_format;
+
 typedef struct ballast_group {
   size_t size;
   const char* name; /* Unique in the job, not empty. */
   ballast_hyper_parameters hyper_parameters;
   int32_t wire_dtype;   /* ballast_dtype of gradients sent to the service. */
   int32_t return_dtype; /* ballast_dtype of weights sent back. */
+  int32_t state;        /* ballast_state_format. */
+  /* 1: parameters whose shards cut their groups of 64 elements are in fp32. 0: they are refused. */
+  int32_t state_fallback;
 } ballast_group;
 
 /* A placement: this dimension of the mesh does not cut the parameter. */

@@ -99,6 +99,15 @@ absl::StatusOr<GroupSpec> ReadGroup(const ballast_group& given) {
   return group;
 }
 
+absl::StatusOr<StateSpec> ReadState(const ballast_group& given) {
+  if (given.state < BALLAST_STATE_FP32 || given.state > BALLAST_STATE_8BIT) {
+    return absl::InvalidArgumentError(absl::StrCat("group ", given.name, ": state is ", given.state,
+                                                   "; expected a ballast_state_format"));
+  }
+  return StateSpec{.format = static_cast<StateFormat>(given.state),
+                   .fallback = given.state_fallback != 0};
+}
+
 absl::StatusOr<std::vector<MeshDim>> ReadMesh(const ballast_job& given) {
   std::vector<MeshDim> mesh;
   if (given.mesh_dimensions == 0) return mesh;
@@ -194,8 +203,13 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   }
   JobSpec job = {.name = given.name, .max_micro_steps = given.max_micro_steps};
   for (size_t g = 0; g < given.group_count; ++g) {
-    BALLAST_ASSIGN_OR_RETURN(job.groups.emplace_back(), ReadGroup(CReadAt(given.groups, g)));
+    const ballast_group group = CReadAt(given.groups, g);
+    BALLAST_ASSIGN_OR_RETURN(job.groups.emplace_back(), ReadGroup(group));
+    BALLAST_ASSIGN_OR_RETURN(job.layout.states.emplace_back(), ReadState(group));
   }
+  const bool any = std::ranges::any_of(
+      job.layout.states, [](const StateSpec& state) { return state != StateSpec(); });
+  if (!any) job.layout.states.clear();
   job.layout.world_size = given.world_size;
   job.layout.group_count = static_cast<int>(given.group_count);
   BALLAST_ASSIGN_OR_RETURN(job.layout.mesh, ReadMesh(given));

@@ -95,6 +95,7 @@ absl::StatusOr<Action> PrepareLoad(const Arguments& arguments) {
   v1::LoadJobRequest request;
   request.set_name(proto::JobName(arguments.positional(0)));
   request.set_directory(arguments.positional(1));
+  request.set_convert_state(arguments.Has("convert-state"));
   return [job = arguments.positional(0), request](Service& service, bool as_json) {
     return Load(service, request, job, as_json);
   };
@@ -232,7 +233,8 @@ Command LoadCommand() {
                kDirectory, kDefault,
                "Loads the newest checkpoint in it. If that is damaged, it loads the one before. ",
                kOneOfThem, "An undecided step is cleared.\n\n", kGenerationRises),
-           .flags = {}},
+           .flags = {{"convert-state", "",
+                      "convert state in another format than the job's, such as fp32 to 8bit"}}},
       .timeout_seconds = kTimeoutSeconds,
       .prepare = PrepareLoad};
 }

@@ -273,6 +273,8 @@ class Job : public std::enable_shared_from_this<Job> {
   struct LoadRequest {
     std::string path;
     bool weights_only = false;  // Checkpoint::OpenWeights: the job restarts with these weights.
+    // State in another format than the job's is converted. false: FAILED_PRECONDITION.
+    bool convert_state = false;
   };
   virtual Pending Load(LoadRequest request, Done<CheckpointInfo> done) = 0;
   absl::StatusOr<CheckpointInfo> Load(const std::string& path, bool weights_only = false);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/text/activity.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
@@ -69,7 +70,7 @@ absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
                     const CheckpointIndex::File& file) {
   // The planes whose square root the update takes. Values are looked at although there is a
   // checksum, because other programs write checkpoints as well (ballast.torch.to_checkpoint).
-  const bool squares = IsOfSquares(file.plane);
+  const bool squares = IsOfSquares(file.plane) || IsScale(file.plane);
   BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
                            opened.Examine(/*negative_is_bad=*/squares));
   if (contents.crc32 != file.written.crc32) {
@@ -93,6 +94,10 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
   BALLAST_ASSIGN_OR_RETURN(checkpoint.index_, ReadIndex(file_system, directory, most_bytes));
   // By plane, as the index that was read has them.
   const std::vector<CheckpointIndex::File>& files = checkpoint.index_.files;
+  for (const CheckpointIndex::Parameter& parameter : checkpoint.index_.parameters) {
+    if (parameter.format == StateFormat::kFloat32) continue;
+    checkpoint.formats_[parameter.name] = parameter.format;
+  }
   // All are open before the first is read: a save that deletes them then takes nothing away.
   std::vector<std::pair<Plane, int>> places;  // In planes_.
   for (const CheckpointIndex::File& file : files) {
@@ -108,7 +113,10 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
   for (const auto& [plane, in_plane] : checkpoint.planes_) {
     for (const auto& [parameter, pieces] : in_plane.pieces) {
       for (const Piece& piece : pieces) {
-        if (needs != nullptr && !needs(parameter, piece.begin, piece.elements)) continue;
+        const int64_t group = IsScale(plane) ? kPackedGroup : 1;
+        if (needs != nullptr && !needs(parameter, piece.begin * group, piece.elements * group)) {
+          continue;
+        }
         needed.emplace(plane, piece.file);
       }
     }
@@ -135,6 +143,8 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
   }
   for (const int parameter : ParametersWith(index_, plane)) {
     const CheckpointIndex::Parameter& p = index_.parameters[parameter];
+    const TensorEntry whole = TensorOf(p, plane);
+    const int64_t group = IsScale(plane) ? kPackedGroup : 1;
     std::vector<Piece>& pieces = files.pieces[p.name];
     if (!pieces.empty()) continue;  // Of an index that lists it twice.
     bool fits = true;
@@ -143,16 +153,20 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
       if (entry == nullptr) continue;
       const auto cut = in_plane[i]->cut.find(p.name);
       if (cut == in_plane[i]->cut.end()) {
-        fits = fits && entry->shape == p.shape && entry->elements == p.elements;
-        pieces.push_back({.elements = p.elements, .file = i});
+        fits = fits && entry->shape == whole.shape && entry->elements == whole.elements &&
+               entry->type == whole.type;
+        pieces.push_back({.elements = whole.elements, .file = i});
         continue;
       }
-      fits = fits && entry->elements == cut->second.elements();
+      fits = fits && entry->type == whole.type &&
+             entry->elements == StoredCount(plane, cut->second.elements());
       if (!fits) break;  // Nor is it more than the file has.
       int64_t offset = 0;
       cut->second.VisitRange(0, cut->second.elements(), [&](int64_t begin, int64_t elements) {
-        pieces.push_back({.begin = begin, .elements = elements, .offset = offset, .file = i});
-        offset += elements;
+        fits = fits && begin % group == 0;
+        const int64_t count = StoredCount(plane, elements);
+        pieces.push_back({.begin = begin / group, .elements = count, .offset = offset, .file = i});
+        offset += count;
       });
     }
     std::ranges::sort(pieces, {}, &Piece::begin);
@@ -162,7 +176,7 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
       fits = fits && piece.begin == end;
       end += piece.elements;
     }
-    if (!fits || end != p.elements) {
+    if (!fits || end != whole.elements) {
       return absl::DataLossError(absl::StrCat(directory, " does not hold ", Name(plane), " of ",
                                               p.name, " as index.json describes it"));
     }
@@ -170,21 +184,67 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
   return absl::OkStatus();
 }
 
-absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t offset,
-                              absl::Span<float> out) const {
-  if (out.empty()) return absl::OkStatus();
-  const PlaneFiles& files = planes_.at(plane);
+StateFormat Checkpoint::format(const std::string& parameter) const {
+  const auto found = formats_.find(parameter);
+  return found == formats_.end() ? StateFormat::kFloat32 : found->second;
+}
+
+template <class Read>
+absl::Status Checkpoint::ReadPieces(const std::string& parameter, Plane stored, int64_t first,
+                                    int64_t count, const Read& read) const {
+  if (count == 0) return absl::OkStatus();
+  const PlaneFiles& files = planes_.at(stored);
   const std::vector<Piece>& pieces = files.pieces.at(parameter);
   // The last one that begins there or before.
-  auto piece = std::ranges::upper_bound(pieces, offset, {}, &Piece::begin);
-  for (--piece; !out.empty(); ++piece) {
-    const int64_t within = offset - piece->begin;
-    const int64_t some = std::min(static_cast<int64_t>(out.size()), piece->elements - within);
-    BALLAST_RETURN_IF_ERROR(
-        files.files[piece->file].Read(parameter, piece->offset + within, out.first(some)));
-    offset += some;
-    out.remove_prefix(some);
+  auto piece = std::ranges::upper_bound(pieces, first, {}, &Piece::begin);
+  for (--piece; count > 0; ++piece) {
+    const int64_t within = first - piece->begin;
+    const int64_t some = std::min(count, piece->elements - within);
+    BALLAST_RETURN_IF_ERROR(read(files.files[piece->file], piece->offset + within, some));
+    first += some;
+    count -= some;
   }
+  return absl::OkStatus();
+}
+
+absl::Status Checkpoint::ReadStored(const std::string& parameter, Plane stored, int64_t first,
+                                    absl::Span<std::byte> out) const {
+  const int64_t size = StoredBytes(format(parameter), stored, 1);
+  return ReadPieces(parameter, stored, first, static_cast<int64_t>(out.size()) / size,
+                    [&](const SafetensorsFile& file, int64_t offset, int64_t count) {
+                      const auto piece = out.first(count * size);
+                      out.remove_prefix(piece.size());
+                      return file.ReadBytes(parameter, offset, piece);
+                    });
+}
+
+absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t offset,
+                              absl::Span<float> out) const {
+  if (format(parameter) == StateFormat::kFloat32) {
+    return ReadPieces(parameter, plane, offset, static_cast<int64_t>(out.size()),
+                      [&](const SafetensorsFile& file, int64_t from, int64_t count) {
+                        const auto piece = out.first(count);
+                        out.remove_prefix(count);
+                        return file.Read(parameter, from, piece);
+                      });
+  }
+  // Whole groups, in a slot of their own.
+  const int64_t begin = offset / kPackedGroup * kPackedGroup;
+  const int64_t elements = offset + static_cast<int64_t>(out.size()) - begin;
+  Slot slot = {.format = format(parameter)};
+  std::map<Plane, std::vector<float>> memory;  // As floats, for their alignment.
+  const Plane only[] = {plane};
+  for (const Plane stored : StoredPlanesOf(only, slot.format)) {
+    if (!planes_.contains(stored) || !planes_.at(stored).pieces.contains(parameter)) continue;
+    const int64_t bytes = StoredBytes(slot.format, stored, elements);
+    std::vector<float>& to = memory[stored];
+    to.resize(bytes / sizeof(float) + 1);
+    slot.planes[static_cast<size_t>(stored)] = to.data();
+    BALLAST_RETURN_IF_ERROR(
+        ReadStored(parameter, stored, StoredCount(stored, begin),
+                   absl::MakeSpan(reinterpret_cast<std::byte*>(to.data()), bytes)));
+  }
+  ReadPlane(slot, plane, offset - begin, out);
   return absl::OkStatus();
 }
 

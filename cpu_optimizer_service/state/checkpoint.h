@@ -48,13 +48,17 @@ class Checkpoint {
                                                 bool hashes = false);
 
   const CheckpointIndex& index() const { return index_; }
-  // Whether it has a plane of its groups; false for some of OpenWeights.
-  bool has(Plane plane) const { return planes_.contains(plane); }
+  bool is_weights() const { return weights_; }  // By OpenWeights.
+  // Values, in any format.
   absl::Status Read(const std::string& parameter, Plane plane, int64_t offset,
                     absl::Span<float> out) const;
+  // What is stored (packed/state_format.h), from its number `first` on.
+  absl::Status ReadStored(const std::string& parameter, Plane stored, int64_t first,
+                          absl::Span<std::byte> out) const;
+  StateFormat format(const std::string& parameter) const;
 
  private:
-  // Elements of a parameter in a file, or in one that is whole, all.
+  // Elements of a parameter in a file, or in one that is whole, all; of scales, groups of elements.
   struct Piece {
     int64_t begin = 0;
     int64_t elements = 0;
@@ -66,11 +70,17 @@ class Checkpoint {
     std::map<std::string, std::vector<Piece>> pieces;  // By parameter, ascending.
   };
 
+  // Calls read(file, first, count) for the pieces of that range, in order.
+  template <class Read>
+  absl::Status ReadPieces(const std::string& parameter, Plane stored, int64_t first, int64_t count,
+                          const Read& read) const;
   // Where the parameters are, if each element is there once.
   absl::Status FindPieces(const std::string& directory, Plane plane);
 
   CheckpointIndex index_;
   std::map<Plane, PlaneFiles> planes_;
+  std::map<std::string, StateFormat> formats_;  // By parameter; those that are not fp32.
+  bool weights_ = false;
 };
 
 struct OpenedCheckpoint {

@@ -22,12 +22,19 @@ using nlohmann::json;
 constexpr char kFormat[] = "ballast-checkpoint";
 constexpr char kSuffix[] = ".safetensors";
 // Of all that ToJson writes.
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
-bool HasPlane(const CheckpointIndex& index, const std::string& group, Plane plane) {
-  return std::ranges::any_of(index.groups, [&](const CheckpointIndex::Group& candidate) {
-    return candidate.name == group && ballast::HasPlane(candidate.hyper_parameters, plane);
-  });
+StoredPlanes PlanesOf(const CheckpointIndex& index, const CheckpointIndex::Parameter& parameter) {
+  const auto group = std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);
+  if (group == index.groups.end()) return {};
+  return StoredPlanesOf(PlanesOf(group->hyper_parameters), parameter.format);
+}
+
+TensorType TypeOf(StateFormat format, Plane stored) {
+  if (format == StateFormat::kFloat32 || IsScale(stored)) return TensorType::kF32;
+  if (stored == Plane::kMasterRemainder) return TensorType::kI16;
+  if (stored == Plane::kMaster || format == StateFormat::kBFloat16) return TensorType::kBF16;
+  return stored == Plane::kExpAvg ? TensorType::kI8 : TensorType::kU8;
 }
 
 // SHA-256 over the index without its own checksum, as it is dumped: keys are sorted, numbers read
@@ -186,6 +193,8 @@ json ToJson(const CheckpointIndex& index) {
                           {"group", parameter.group},
                           {"elements", parameter.elements},
                           {"update_count", parameter.update_count}});
+    if (parameter.format == StateFormat::kFloat32) continue;
+    parameters.back()["state"] = Name(parameter.format);
   }
   json files = json::array();
   int64_t size_bytes = 0;
@@ -257,6 +266,10 @@ CheckpointIndex IndexFromJson(const json& text) {
                                 .group = parameter.at("group"),
                                 .elements = Count(parameter.at("elements")),
                                 .update_count = Count(parameter.at("update_count"))});
+    if (!parameter.contains("state")) continue;
+    const auto format = FindStateFormat(parameter.at("state").get<std::string>());
+    if (!format.has_value()) throw json::other_error::create(501, "unknown state", nullptr);
+    index.parameters.back().format = *format;
   }
   index.files = FilesFromJson(text.at("files"), PlanesOf(index));
   index.sha256 = text.at("sha256");
@@ -329,7 +342,7 @@ std::string IndexPath(const std::string& directory) {
 }
 
 bool IsFileOf(Plane plane, absl::string_view name) {
-  return static_cast<int>(plane) < kPlaneKinds && absl::ConsumePrefix(&name, Name(plane)) &&
+  return static_cast<int>(plane) < kStoredPlaneKinds && absl::ConsumePrefix(&name, Name(plane)) &&
          absl::ConsumeSuffix(&name, kSuffix) && (name.empty() || name.front() == '-') &&
          name.find('/') == name.npos;
 }
@@ -338,7 +351,9 @@ bool IsFileOf(Plane plane, absl::string_view name) {
 std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane) {
   std::vector<int> parameters;
   for (int i = 0; i < static_cast<int>(index.parameters.size()); ++i) {
-    if (HasPlane(index, index.parameters[i].group, plane)) parameters.push_back(i);
+    if (std::ranges::count(PlanesOf(index, index.parameters[i]), plane) > 0) {
+      parameters.push_back(i);
+    }
   }
   return parameters;
 }
@@ -349,7 +364,20 @@ std::vector<Plane> PlanesOf(const CheckpointIndex& index) {
     const PlaneList of_group = PlanesOf(group.hyper_parameters);
     planes.insert(of_group.begin(), of_group.end());
   }
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    if (parameter.format == StateFormat::kFloat32) continue;  // Its group has those.
+    const StoredPlanes stored = PlanesOf(index, parameter);
+    planes.insert(stored.begin(), stored.end());
+  }
   return {planes.begin(), planes.end()};
+}
+
+TensorEntry TensorOf(const CheckpointIndex::Parameter& parameter, Plane plane) {
+  const int64_t count = StoredCount(plane, parameter.elements);
+  return {.name = parameter.name,
+          .shape = IsScale(plane) ? std::vector<int64_t>{count} : parameter.shape,
+          .elements = count,
+          .type = TypeOf(parameter.format, plane)};
 }
 
 std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes,
@@ -367,7 +395,13 @@ std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_b
       if (elements == 0 && share != nullptr) continue;
       if (parts.back().bytes >= most_bytes) parts.push_back({.plane = plane});
       parts.back().parameters.push_back(parameter);
-      parts.back().bytes += elements * static_cast<int64_t>(sizeof(float));
+      parts.back().bytes += StoredBytes(index.parameters[parameter].format, plane, elements);
+    }
+    // Of wider elements first, as WriteTensors wants them.
+    for (size_t i = first; i < parts.size(); ++i) {
+      std::ranges::stable_sort(parts[i].parameters, [&](int a, int b) {
+        return index.parameters[a].format < index.parameters[b].format;
+      });
     }
     const size_t count = parts.size() - first;
     for (size_t i = 0; i < count; ++i) {

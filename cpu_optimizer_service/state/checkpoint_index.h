@@ -33,13 +33,14 @@ struct CheckpointIndex {
     std::string group;
     int64_t elements = 0;
     int64_t update_count = 0;
+    StateFormat format = StateFormat::kFloat32;
   };
   struct File {
-    Plane plane = Plane::kMaster;
+    Plane plane = Plane::kMaster;  // Of those that are stored (packed/state_format.h), as below.
     std::string name;  // In the checkpoint's directory.
     WrittenFile written;
-    // By parameter: its elements in this file, if these are not all. The file has them as a tensor
-    // of one dimension.
+    // By parameter: its elements in this file, if these are not all. The file has them, or their scales,
+    // as a tensor of one dimension.
     std::map<std::string, ElementRuns> cut = {};
   };
   std::string job;
@@ -66,6 +67,8 @@ bool IsFileOf(Plane plane, absl::string_view name);
 // A checkpoint's planes, and the indices of the parameters with a plane.
 std::vector<Plane> PlanesOf(const CheckpointIndex& index);
 std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane);
+// The tensor of a plane of a parameter, whole.
+TensorEntry TensorOf(const CheckpointIndex::Parameter& parameter, Plane plane);
 
 // What one of several members holds of each parameter of an index.
 struct CheckpointShare {

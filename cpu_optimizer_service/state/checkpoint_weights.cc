@@ -95,6 +95,7 @@ absl::StatusOr<Checkpoint> Checkpoint::OpenWeights(FileSystem& file_system, cons
   most_bytes = std::max(most_bytes, kMostForeignIndexBytes);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> paths, FilesOf(file_system, path));
   Checkpoint checkpoint;
+  checkpoint.weights_ = true;
   PlaneFiles& masters = checkpoint.planes_[Plane::kMaster];
   for (const std::string& file : paths) {
     BALLAST_ASSIGN_OR_RETURN(

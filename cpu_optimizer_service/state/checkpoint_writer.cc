@@ -90,33 +90,37 @@ bool CheckpointWriter::IsCut(int parameter) const {
   return target_.share.has_value() && !target_.share->HasAll(index_, parameter);
 }
 
-absl::Status CheckpointWriter::WritePart(int part, PlaneReader read) {
+absl::Status CheckpointWriter::WritePart(int part, StoredReader read) {
   const CheckpointPart& to = parts_[part];
   Progress& progress = Progress::OfThisThread();
   std::vector<TensorEntry> tensors;
   for (const int parameter : to.parameters) {
-    const CheckpointIndex::Parameter& p = index_.parameters[parameter];
-    const int64_t held = IsCut(parameter) ? target_.share->held[parameter].elements() : p.elements;
-    tensors.push_back({.name = p.name,
-                       .shape = IsCut(parameter) ? std::vector<int64_t>{held} : p.shape,
-                       .elements = held});
+    TensorEntry& tensor = tensors.emplace_back(TensorOf(index_.parameters[parameter], to.plane));
+    if (!IsCut(parameter)) continue;
+    tensor.elements = StoredCount(to.plane, target_.share->held[parameter].elements());
+    tensor.shape = {tensor.elements};
   }
-  const auto read_piece = [&](int tensor, int64_t offset, absl::Span<float> out) {
+  const auto read_piece = [&](int tensor, int64_t offset, absl::Span<std::byte> out) {
     const int parameter = to.parameters[tensor];
     if (!IsCut(parameter)) return read(parameter, to.plane, offset, out);
+    const int64_t size = SizeBytes(tensors[tensor].type);
+    // What is held of a packed parameter are whole groups, but at its end.
+    const int64_t group = IsScale(to.plane) ? kPackedGroup : 1;
     target_.share->held[parameter].VisitRange(
-        offset, static_cast<int64_t>(out.size()), [&](int64_t begin, int64_t elements) {
-          read(parameter, to.plane, begin, out.first(elements));
-          out.remove_prefix(elements);
+        offset * group, static_cast<int64_t>(out.size()) / size * group,
+        [&](int64_t begin, int64_t elements) {
+          const int64_t bytes = StoredCount(to.plane, elements) * size;
+          read(parameter, to.plane, begin / group, out.first(bytes));
+          out.remove_prefix(bytes);
         });
   };
   BALLAST_ASSIGN_OR_RETURN(
-      files_[part],
-      WriteSafetensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
-                       [&](int tensor, int64_t offset, absl::Span<float> out) {
-                         read_piece(tensor, offset, out);
-                         progress.Count(static_cast<int64_t>(out.size() * sizeof(float)));
-                       }));
+      files_[part], WriteTensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
+                                 [&](int tensor, int64_t offset, absl::Span<std::byte> out) {
+                                   read_piece(tensor, offset, out);
+                                   progress.Count(static_cast<int64_t>(out.size()));
+                                   return absl::OkStatus();
+                                 }));
   // The file's flush at its end may take long, and its end is progress, too.
   progress.Count(0);
   return absl::OkStatus();

@@ -32,9 +32,10 @@
 
 namespace ballast {
 
-// Fills elements [offset, offset + out.size()) of a plane of parameters[parameter].
-using PlaneReader =
-    absl::FunctionRef<void(int parameter, Plane plane, int64_t offset, absl::Span<float> out)>;
+// Fills what is stored of a plane of parameters[parameter], from its number `first` on: an element's, or
+// of scales that of a group of elements.
+using StoredReader =
+    absl::FunctionRef<void(int parameter, Plane stored, int64_t first, absl::Span<std::byte> out)>;
 
 class CheckpointWriter {
  public:
@@ -57,7 +58,7 @@ class CheckpointWriter {
   absl::Status Join(const std::string& partial);
   std::string partial() const;  // The name of that directory.
   int parts() const { return static_cast<int>(parts_.size()); }
-  absl::Status WritePart(int part, PlaneReader read);
+  absl::Status WritePart(int part, StoredReader read);
   // All of this writer's, once they are written.
   std::vector<CheckpointIndex::File> Files() const;
   // Of another member, before Finish.

@@ -3,6 +3,7 @@
 #include <libdeflate.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -27,11 +28,6 @@ static_assert(std::endian::native == std::endian::little, "payloads are written 
 constexpr int64_t kBufferElements = 1 << 18;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // The format's own limit.
 
-absl::Span<const std::byte> AsBytes(absl::Span<const float> values) {
-  return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
-                             values.size() * sizeof(float));
-}
-
 // CRC-32 as zlib has it (RFC 1952, section 8), nearly as fast as memory is read. `crc` is that of the
 // bytes before these; there is at least one byte.
 void AddTo(uint32_t& crc, absl::Span<const std::byte> bytes) {
@@ -40,26 +36,37 @@ void AddTo(uint32_t& crc, absl::Span<const std::byte> bytes) {
 
 std::string Hex(uint32_t crc) { return absl::StrCat(absl::Hex(crc, absl::kZeroPad8)); }
 
-const char* NameOf(DType dtype) {
+// By type.
+constexpr std::array kTypeNames = {"F32", "BF16", "F16", "I16", "I8", "U8"};
+
+TensorType TypeOf(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
-      return "BF16";
+      return TensorType::kBF16;
     case DType::kFloat16:
-      return "F16";
+      return TensorType::kF16;
     default:
-      return "F32";
+      return TensorType::kF32;
   }
 }
 
-std::string MakeHeader(absl::Span<const TensorEntry> tensors, const SafetensorsStyle& style) {
+// Of floats.
+DType DTypeOf(TensorType type) {
+  if (type == TensorType::kF32) return DType::kFloat32;
+  return type == TensorType::kBF16 ? DType::kBFloat16 : DType::kFloat16;
+}
+
+std::string MakeHeader(absl::Span<const TensorEntry> tensors,
+                       const std::map<std::string, std::string>& metadata) {
   // Ordered, so that tensors stand in the order of their offsets; json would sort them by name.
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
-  if (!style.metadata.empty()) header["__metadata__"] = style.metadata;
+  if (!metadata.empty()) header["__metadata__"] = metadata;
   int64_t offset = 0;
   for (const TensorEntry& tensor : tensors) {
-    const int64_t end = offset + tensor.elements * static_cast<int64_t>(SizeBytes(style.dtype));
-    header[tensor.name] = {
-        {"dtype", NameOf(style.dtype)}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
+    const int64_t end = offset + tensor.elements * SizeBytes(tensor.type);
+    header[tensor.name] = {{"dtype", kTypeNames[static_cast<size_t>(tensor.type)]},
+                           {"shape", tensor.shape},
+                           {"data_offsets", {offset, end}}};
     offset = end;
   }
   // Names are bytes; invalid UTF-8 must not throw.
@@ -69,7 +76,7 @@ std::string MakeHeader(absl::Span<const TensorEntry> tensors, const SafetensorsS
   return text;
 }
 
-absl::Status Narrow(absl::Span<const float> values, DType dtype, std::vector<std::byte>& to,
+absl::Status Narrow(absl::Span<const float> values, DType dtype, absl::Span<std::byte> to,
                     const TensorEntry& tensor, int64_t offset) {
   const auto elements = static_cast<int64_t>(values.size());
   ConvertFromFloat(values.data(), to.data(), dtype, elements);
@@ -83,20 +90,33 @@ absl::Status Narrow(absl::Span<const float> values, DType dtype, std::vector<std
 }
 
 // nullopt: not one that is taken.
-std::optional<DType> DTypeOf(const json& name, SafetensorsFile::Take take) {
-  if (name == "F32") return DType::kFloat32;
-  if (take == SafetensorsFile::Take::kF32) return std::nullopt;
-  if (name == "BF16") return DType::kBFloat16;
-  if (name == "F16") return DType::kFloat16;
-  return std::nullopt;
+std::optional<TensorType> TypeOf(const json& name, SafetensorsFile::Take take) {
+  const auto found = std::ranges::find(kTypeNames, name);
+  if (found == kTypeNames.end()) return std::nullopt;
+  const auto type = static_cast<TensorType>(found - kTypeNames.begin());
+  const bool taken = take == SafetensorsFile::Take::kWeights ? type <= TensorType::kF16
+                                                             : type != TensorType::kF16;
+  return taken ? std::optional(type) : std::nullopt;
 }
 
 }  // namespace
 
-absl::StatusOr<WrittenFile> WriteSafetensors(
+int64_t SizeBytes(TensorType type) {
+  switch (type) {
+    case TensorType::kF32:
+      return 4;
+    case TensorType::kI8:
+    case TensorType::kU8:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
+absl::StatusOr<WrittenFile> WriteTensors(
     FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
-    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read,
-    const SafetensorsStyle& style) {
+    absl::FunctionRef<absl::Status(int tensor, int64_t offset, absl::Span<std::byte> out)> read,
+    const std::map<std::string, std::string>& metadata) {
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, file_system.Create(path));
   WrittenFile written;
   uint32_t crc32 = 0;
@@ -107,32 +127,43 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
     AddTo(crc32, bytes);
     return file->Append(bytes);
   };
-  const std::string header = MakeHeader(tensors, style);
+  const std::string header = MakeHeader(tensors, metadata);
   const uint64_t header_bytes = header.size();
   BALLAST_RETURN_IF_ERROR(append(absl::MakeConstSpan(
       reinterpret_cast<const std::byte*>(&header_bytes), sizeof(header_bytes))));
   BALLAST_RETURN_IF_ERROR(append(
       absl::MakeConstSpan(reinterpret_cast<const std::byte*>(header.data()), header.size())));
-  // A tensor of any size goes through this one buffer.
+  // A tensor of any size goes through this one buffer, which is aligned for floats.
   std::vector<float> buffer(kBufferElements);
-  std::vector<std::byte> narrow;
+  const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(buffer.data()),
+                                    buffer.size() * sizeof(float));
   for (int tensor = 0; tensor < static_cast<int>(tensors.size()); ++tensor) {
-    for (int64_t offset = 0; offset < tensors[tensor].elements; offset += kBufferElements) {
-      const auto piece = absl::MakeSpan(buffer).first(
-          std::min(kBufferElements, tensors[tensor].elements - offset));
-      read(tensor, offset, piece);
-      if (style.dtype == DType::kFloat32) {
-        BALLAST_RETURN_IF_ERROR(append(AsBytes(piece)));
-        continue;
-      }
-      narrow.resize(piece.size() * SizeBytes(style.dtype));
-      BALLAST_RETURN_IF_ERROR(Narrow(piece, style.dtype, narrow, tensors[tensor], offset));
-      BALLAST_RETURN_IF_ERROR(append(narrow));
+    const TensorEntry& entry = tensors[tensor];
+    for (int64_t offset = 0; offset < entry.elements; offset += kBufferElements) {
+      const int64_t elements = std::min(kBufferElements, entry.elements - offset);
+      const auto piece = bytes.first(elements * SizeBytes(entry.type));
+      BALLAST_RETURN_IF_ERROR(read(tensor, offset, piece));
+      BALLAST_RETURN_IF_ERROR(append(piece));
     }
   }
   BALLAST_RETURN_IF_ERROR(file->Close());
   written.crc32 = Hex(crc32);
   return written;
+}
+
+absl::StatusOr<WrittenFile> WriteSafetensors(
+    FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
+    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read,
+    const SafetensorsStyle& style) {
+  std::vector<TensorEntry> entries(tensors.begin(), tensors.end());
+  for (TensorEntry& entry : entries) entry.type = TypeOf(style.dtype);
+  std::vector<float> values;
+  const auto narrow = [&](int tensor, int64_t offset, absl::Span<std::byte> out) {
+    values.resize(out.size() / SizeBytes(style.dtype));
+    read(tensor, offset, absl::MakeSpan(values));
+    return Narrow(values, style.dtype, out, tensors[tensor], offset);
+  };
+  return WriteTensors(file_system, path, entries, narrow, style.metadata);
 }
 
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
@@ -179,10 +210,10 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
   for (const auto& [name, tensor] : header.items()) {
     if (name == "__metadata__") continue;
     const json dtype_name = tensor.is_object() ? tensor.value("dtype", json()) : json();
-    const std::optional<DType> dtype = DTypeOf(dtype_name, take);
-    if (!dtype.has_value()) {
+    const std::optional<TensorType> type = TypeOf(dtype_name, take);
+    if (!type.has_value()) {
       if (take == Take::kWeights && dtype_name.is_string()) continue;  // Of integers, say.
-      return damaged(absl::StrCat("tensor ", name, " is not F32"));
+      return damaged(absl::StrCat("tensor ", name, " is of no type that state has"));
     }
     const json shape = tensor.value("shape", json());
     const json offsets = tensor.value("data_offsets", json());
@@ -192,7 +223,8 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
       return damaged(absl::StrCat("tensor ", name, " has no shape or offsets"));
     }
     Place place;
-    place.entry = {.name = name, .shape = shape.get<std::vector<int64_t>>(), .elements = 1};
+    place.entry = {.name = name, .shape = shape.get<std::vector<int64_t>>(), .elements = 1,
+                   .type = *type};
     for (const int64_t size : place.entry.shape) {
       if (__builtin_mul_overflow(place.entry.elements, size, &place.entry.elements)) {
         return damaged(absl::StrCat("tensor ", name, " is too large"));
@@ -200,16 +232,15 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
     }
     const int64_t begin = offsets[0].get<int64_t>();
     const int64_t end = offsets[1].get<int64_t>();
-    const int64_t size = SizeBytes(*dtype);
+    const int64_t size = SizeBytes(*type);
     // Ours are aligned, which reading the file through counts on.
-    const int64_t alignment = take == Take::kF32 ? size : 1;
+    const int64_t alignment = take == Take::kState ? size : 1;
     // Differences and a division, since sums and a product of numbers from a file could overflow.
     if (begin > end || end > file_bytes - data_begin || begin % alignment != 0 ||
         (end - begin) % size != 0 || (end - begin) / size != place.entry.elements) {
       return damaged(absl::StrCat("the offsets of tensor ", name, " do not fit"));
     }
     place.begin = data_begin + begin;
-    place.dtype = *dtype;
     result.tensors_.emplace(name, std::move(place));
   }
   return result;
@@ -220,22 +251,30 @@ const TensorEntry* SafetensorsFile::Find(const std::string& name) const {
   return found == tensors_.end() ? nullptr : &found->second.entry;
 }
 
-absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset,
-                                   absl::Span<float> out) const {
+absl::Status SafetensorsFile::ReadBytes(const std::string& name, int64_t offset,
+                                        absl::Span<std::byte> out) const {
   const Place& place = tensors_.at(name);
-  if (offset < 0 || static_cast<int64_t>(out.size()) > place.entry.elements - offset) {
+  const int64_t size = SizeBytes(place.entry.type);
+  const auto elements = static_cast<int64_t>(out.size()) / size;
+  if (offset < 0 || elements > place.entry.elements - offset) {
     return absl::OutOfRangeError(absl::StrCat("tensor ", name, " has ", place.entry.elements,
-                                              " elements, asked for ", out.size(), " from ",
+                                              " elements, asked for ", elements, " from ",
                                               offset));
   }
-  const int64_t size = SizeBytes(place.dtype);
-  const int64_t begin = place.begin + offset * size;
-  const auto bytes =
-      absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()), out.size() * sizeof(float));
-  if (place.dtype == DType::kFloat32) return file_->Read(begin, bytes);
-  std::vector<std::byte> read(out.size() * size);
-  BALLAST_RETURN_IF_ERROR(file_->Read(begin, absl::MakeSpan(read)));
-  ConvertToFloat(read.data(), place.dtype, out.data(), static_cast<int64_t>(out.size()));
+  return file_->Read(place.begin + offset * size, out);
+}
+
+absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset,
+                                   absl::Span<float> out) const {
+  const TensorType type = tensors_.at(name).entry.type;
+  if (type == TensorType::kF32) {
+    return ReadBytes(name, offset,
+                     absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()),
+                                    out.size() * sizeof(float)));
+  }
+  std::vector<std::byte> read(out.size() * SizeBytes(type));
+  BALLAST_RETURN_IF_ERROR(ReadBytes(name, offset, absl::MakeSpan(read)));
+  ConvertToFloat(read.data(), DTypeOf(type), out.data(), static_cast<int64_t>(out.size()));
   return absl::OkStatus();
 }
 
@@ -256,9 +295,10 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
   constexpr float kLargest = std::numeric_limits<float>::max();
   const float least = negative_is_bad ? 0.0f : -kLargest;
   const auto is_good = [least](float value) { return value >= least && value <= kLargest; };
-  std::vector<const Place*> places;  // Only where something is bad.
+  const std::vector<const Place*> places = InOrder();
   std::vector<float> buffer(kBufferElements);
   const auto buffer_bytes = static_cast<int64_t>(buffer.size() * sizeof(float));
+  size_t first = 0;  // The first of `places` that does not end before the piece.
   for (int64_t offset = 0; offset < file_->size_bytes();) {
     // The header by itself, so that elements lie in the buffer as they are aligned in the data.
     const int64_t end = offset < data_begin_ ? data_begin_ : file_->size_bytes();
@@ -266,22 +306,29 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
     const auto piece = absl::MakeSpan(reinterpret_cast<std::byte*>(buffer.data()), bytes);
     BALLAST_RETURN_IF_ERROR(file_->Read(offset, piece));
     AddTo(crc32, piece);
-    const auto elements = absl::MakeConstSpan(buffer).first(bytes / sizeof(float));
-    bool all_good = true;
-    for (const float value : elements) all_good &= is_good(value);  // No NaN is.
-    for (size_t i = 0; i < elements.size() && offset >= data_begin_ && !all_good; ++i) {
-      if (is_good(elements[i]) || contents.bad.has_value()) continue;
-      if (places.empty()) places = InOrder();
-      const int64_t byte = offset + static_cast<int64_t>(i * sizeof(float));
-      // The last tensor that begins here or before; empty ones stand before it.
-      const auto next = std::upper_bound(places.begin(), places.end(), byte,
-                                         [](int64_t at, const Place* p) { return at < p->begin; });
-      // Bytes before the first tensor are nobody's values; the checksum covers them as well.
-      if (next == places.begin()) continue;
-      const Place& place = **std::prev(next);
-      const int64_t element = (byte - place.begin) / static_cast<int64_t>(sizeof(float));
-      if (element >= place.entry.elements) continue;  // Of no tensor.
-      contents.bad = Element{.tensor = place.entry.name, .element = element, .value = elements[i]};
+    for (size_t i = first; i < places.size() && places[i]->begin < offset + bytes; ++i) {
+      const TensorEntry& entry = places[i]->entry;
+      const int64_t size = SizeBytes(entry.type);
+      const int64_t behind = places[i]->begin + entry.elements * size;
+      if (behind <= offset && i == first) ++first;
+      if (contents.bad.has_value() || entry.type > TensorType::kBF16) continue;
+      const int64_t begin = std::max(places[i]->begin, offset);
+      const int64_t elements = (std::min(behind, offset + bytes) - begin) / size;
+      const std::byte* const data = piece.data() + (begin - offset);
+      const auto at = [&](int64_t e) { return LoadElement(data, DTypeOf(entry.type), e); };
+      bool all_good = true;
+      if (entry.type == TensorType::kF32) {
+        const auto* const values = reinterpret_cast<const float*>(data);
+        for (int64_t e = 0; e < elements; ++e) all_good &= is_good(values[e]);  // No NaN is.
+      } else {
+        for (int64_t e = 0; e < elements; ++e) all_good &= is_good(at(e));
+      }
+      for (int64_t e = 0; e < elements && !all_good && !contents.bad.has_value(); ++e) {
+        if (is_good(at(e))) continue;
+        contents.bad = Element{.tensor = entry.name,
+                               .element = (begin - places[i]->begin) / size + e,
+                               .value = at(e)};
+      }
     }
     offset += bytes;
     Progress::OfThisThread().Count(bytes);

@@ -1,10 +1,27 @@
 #include "cpu_optimizer_service/state/snapshot.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu_optimizer_service/common/packed/packed_state.h"
 
 namespace ballast {
+
+void CopyStoredOut(const Layout& layout, int parameter, Plane stored, int64_t first,
+                   absl::Span<std::byte> out, absl::FunctionRef<const Slot&(int chunk)> slot_of) {
+  const StateFormat format = layout.format(parameter);
+  const int64_t group = IsScale(stored) ? kPackedGroup : 1;
+  const int64_t count = static_cast<int64_t>(out.size()) / StoredBytes(format, stored, 1);
+  const int64_t begin = first * group;
+  const int64_t end = std::min((first + count) * group, layout.place(parameter).elements);
+  layout.VisitRange(parameter, begin, end, [&](const ChunkPiece& piece) {
+    const int64_t to = StoredBytes(format, stored, piece.parameter_offset - begin);
+    std::memcpy(out.data() + to,
+                slot_of(piece.chunk).As<std::byte>(stored) +
+                    StoredBytes(format, stored, piece.chunk_offset),
+                StoredBytes(format, stored, piece.elements));
+  });
+}
 
 PlaneList Snapshot::planes(int parameter) const {
   const ParameterSpec& spec = layout_->spec().parameters[parameter];
@@ -21,6 +38,12 @@ void Snapshot::Read(int parameter, Plane plane, int64_t offset, absl::Span<float
     ReadPlane(pins_.at(piece.chunk).slot(), plane, piece.chunk_offset,
               out.subspan(piece.parameter_offset - offset, piece.elements));
   });
+}
+
+void Snapshot::ReadStored(int parameter, Plane stored, int64_t first,
+                          absl::Span<std::byte> out) const {
+  CopyStoredOut(*layout_, parameter, stored, first, out,
+              [&](int chunk) -> const Slot& { return pins_.at(chunk).slot(); });
 }
 
 PlaneSummary Summarize(const Snapshot& snapshot, int parameter,

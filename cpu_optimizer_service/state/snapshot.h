@@ -32,6 +32,8 @@ class Snapshot {
   // Elements [offset, offset + out.size()) of a plane of one of the snapshot's parameters. The
   // range must lie within the parameter, and the plane must exist.
   void Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
+  // What is stored of it (packed/state_format.h), from its number `first` on.
+  void ReadStored(int parameter, Plane stored, int64_t first, absl::Span<std::byte> out) const;
 
  private:
   friend class StateView;
@@ -45,6 +47,10 @@ class Snapshot {
   std::unordered_map<int, ChunkPin> pins_;  // By chunk.
   std::vector<PlaneList> planes_;           // By group.
 };
+
+// What is stored of a plane of a parameter, from its number `first` on, out of the slots of its chunks.
+void CopyStoredOut(const Layout& layout, int parameter, Plane stored, int64_t first,
+                   absl::Span<std::byte> out, absl::FunctionRef<const Slot&(int chunk)> slot_of);
 
 // Statistics of these elements of a plane, computed without copying them out.
 PlaneSummary Summarize(const Snapshot& snapshot, int parameter,

@@ -161,7 +161,10 @@ absl::Status StateService::Load(UnaryCall& call, const v1::LoadJobRequest& reque
                            paths_.Resolve(DirectoryOf(request.directory(), *job), call.caller()));
   return call.Await<CheckpointInfo>(
       [&](Done<CheckpointInfo> done) {
-        return job->Load({.path = path, .weights_only = request.weights_only()}, std::move(done));
+        return job->Load({.path = path,
+                          .weights_only = request.weights_only(),
+                          .convert_state = request.convert_state()},
+                         std::move(done));
       },
       [](const CheckpointInfo& loaded) -> absl::StatusOr<v1::LoadJobResponse> {
         v1::LoadJobResponse response;

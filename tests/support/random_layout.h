@@ -1,5 +1,5 @@
 // Random layouts: of parameters in two groups, some without elements, cut into random partitions of
-// flat spaces or over a random mesh.
+// flat spaces or over a random mesh. Some have packed state, and parameters that are large enough for it.
 #ifndef BALLAST_TESTS_SUPPORT_RANDOM_LAYOUT_H_
 #define BALLAST_TESTS_SUPPORT_RANDOM_LAYOUT_H_
 
@@ -15,20 +15,27 @@ namespace ballast {
 
 inline constexpr int kRandomParameters = 6;
 
-inline std::vector<ParameterSpec> RandomParameters(std::mt19937& random) {
-  std::vector<ParameterSpec> parameters;
+inline void AddRandomParameters(std::mt19937& random, LayoutSpec& spec) {
+  const bool packed = random() % 3 == 0;
+  if (packed) {
+    spec.states = {{.format = StateFormat::k8Bit, .fallback = true},
+                   {.format = static_cast<StateFormat>(random() % 3), .fallback = true}};
+  }
   for (int p = 0; p < kRandomParameters; ++p) {
-    ParameterSpec& parameter = parameters.emplace_back();
+    ParameterSpec& parameter = spec.parameters.emplace_back();
     parameter.name = std::to_string(p);
     parameter.group = static_cast<int>(random() % 2);
     const size_t dimensions = random() % 4;
     for (size_t d = 0; d < dimensions; ++d) parameter.shape.push_back(random() % 20);
+    if (!packed || p % 3 != 0) continue;
+    parameter.shape = {64 + static_cast<int64_t>(random() % 9),
+                       64 + 16 * static_cast<int64_t>(random() % 5)};
   }
-  return parameters;
 }
 
 inline LayoutSpec RandomMesh(std::mt19937& random) {
-  LayoutSpec spec{.group_count = 2, .parameters = RandomParameters(random), .chunk_elements = 256};
+  LayoutSpec spec{.group_count = 2, .parameters = {}, .chunk_elements = 256};
+  AddRandomParameters(random, spec);
   const size_t dimensions = 1 + random() % 2;
   for (size_t m = 0; m < dimensions; ++m) {
     spec.mesh.push_back({std::to_string(m), static_cast<int>(1 + random() % 3)});
@@ -46,8 +53,9 @@ inline LayoutSpec RandomMesh(std::mt19937& random) {
 inline LayoutSpec RandomFlat(std::mt19937& random) {
   LayoutSpec spec{.world_size = static_cast<int>(1 + random() % 5),
                   .group_count = 2,
-                  .parameters = RandomParameters(random),
+                  .parameters = {},
                   .chunk_elements = 512};
+  AddRandomParameters(random, spec);
   const std::vector<int64_t> flat = FlatElements(spec);
   for (int group = 0; group < 2; ++group) {
     for (int64_t begin = 0; begin < flat[group];) {

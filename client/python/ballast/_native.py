@@ -30,7 +30,8 @@ class HyperParameters(c.Structure):
 
 class Group(c.Structure):
     _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("hyper_parameters", HyperParameters),
-                ("wire_dtype", c.c_int32), ("return_dtype", c.c_int32)]
+                ("wire_dtype", c.c_int32), ("return_dtype", c.c_int32), ("state", c.c_int32),
+                ("state_fallback", c.c_int32)]
 
 
 class Parameter(c.Structure):

@@ -92,10 +92,12 @@ class Client:
         `delete_checkpoint`, unless the service has --checkpoint-keep-asked."""
         return self._change("StateService/SaveJob", name=f"jobs/{job}", directory=name or "", background=background)
 
-    def load(self, job: str, name: str | None = None) -> dict[str, Any]:
+    def load(self, job: str, name: str | None = None, *, convert_state: bool = False) -> dict[str, Any]:
         """Replaces the job's state by the newest undamaged checkpoint in the folder `name` (by default the job's),
-        or by a named one, "gpt/step-1000.2". The sessions of all ranks end."""
-        return self._change("StateService/LoadJob", name=f"jobs/{job}", directory=name or "")
+        or by a named one, "gpt/step-1000.2". The sessions of all ranks end. convert_state: of another format than
+        the job's (ParamGroup.state), which else is a FailedPreconditionError."""
+        return self._change("StateService/LoadJob", name=f"jobs/{job}", directory=name or "",
+                            convert_state=convert_state)
 
     def import_weights(self, job: str, path: str) -> dict[str, Any]:
         """Restarts the job from weights in Hugging Face's safetensors, in a folder or file on the service's host.

@@ -25,6 +25,7 @@ UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
 ON_ABORT = {"redo": 0, "skip": 1}
 NEWTON_SCHULZ = {"service": 0, "workers": 1}
+STATES = {"fp32": 0, "bf16": 1, "8bit": 2}  # Formats of a group's state.
 PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4, "momentum_buffer": 5, "sum": 6}
 _REPLICATE = -1
 # Errors that the library keeps and raises in every later call of the session.
@@ -111,12 +112,16 @@ class HyperParameters:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """wire_dtype: of gradients to the service. return_dtype: of weights back. "float32", "bfloat16" or "float16"."""
+    """wire_dtype: of gradients to the service. return_dtype: of weights back. "float32", "bfloat16" or "float16".
+    state: how the service stores the state, "fp32", "bf16" or "8bit". state_fallback: parameters whose shards cut their
+    groups of 64 elements are in fp32, not refused."""
 
     name: str
     hyper_parameters: HyperParameters
     wire_dtype: str = "float32"
     return_dtype: str = "float32"
+    state: str = "fp32"
+    state_fallback: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +169,8 @@ class Job:
         groups = (_native.Group * len(self.groups))(*[
             _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
                           wire_dtype=number_of(DTYPES, group.wire_dtype, "wire_dtype"),
-                          return_dtype=number_of(DTYPES, group.return_dtype, "return_dtype"))
+                          return_dtype=number_of(DTYPES, group.return_dtype, "return_dtype"),
+                          state=number_of(STATES, group.state, "state"), state_fallback=group.state_fallback)
             for group in self.groups])
         parameters = (_native.Parameter * len(self.parameters))(*[
             _native.sized(_native.Parameter, name=parameter.name.encode(),

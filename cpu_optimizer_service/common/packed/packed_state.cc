@@ -143,7 +143,7 @@ void CopyStored(const Slot& from, const Slot& to, int64_t begin, int64_t element
   for (int kind = 0; kind < kStoredPlaneKinds; ++kind) {
     const auto plane = static_cast<Plane>(kind);
     if (from.planes[kind] == nullptr) continue;
-    if (plane == Plane::kExpAvgScale || plane == Plane::kExpAvgSqScale) {
+    if (IsScale(plane)) {
       // The scale of a group that padding begins in is that of the parameter before it.
       const int64_t first = DivideUp(begin, kPackedGroup) * int64_t{sizeof(float)};
       const int64_t end = StoredBytes(from.format, plane, begin + elements);

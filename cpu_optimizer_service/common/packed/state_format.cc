@@ -29,18 +29,17 @@ StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format) {
   return stored;
 }
 
+int64_t StoredCount(Plane stored, int64_t elements) {
+  return IsScale(stored) ? DivideUp(elements, kPackedGroup) : elements;
+}
+
 int64_t StoredBytes(StateFormat format, Plane stored, int64_t elements) {
-  if (format == StateFormat::kFloat32) return elements * int64_t{sizeof(float)};
-  switch (stored) {
-    case Plane::kExpAvgScale:
-    case Plane::kExpAvgSqScale:
-      return DivideUp(elements, kPackedGroup) * int64_t{sizeof(float)};
-    case Plane::kMaster:
-    case Plane::kMasterRemainder:
-      return elements * int64_t{sizeof(uint16_t)};
-    default:
-      return elements * (format == StateFormat::k8Bit ? 1 : int64_t{sizeof(uint16_t)});
-  }
+  const auto size = [&]() -> int64_t {
+    if (format == StateFormat::kFloat32 || IsScale(stored)) return sizeof(float);
+    const bool is_master = stored == Plane::kMaster || stored == Plane::kMasterRemainder;
+    return format == StateFormat::kBFloat16 || is_master ? sizeof(uint16_t) : sizeof(uint8_t);
+  };
+  return StoredCount(stored, elements) * size();
 }
 
 }  // namespace ballast

@@ -57,7 +57,11 @@ inline constexpr int64_t kPackedGroup = 64;
 // What is stored of a group with `planes`.
 using StoredPlanes = absl::InlinedVector<Plane, kStoredPlaneKinds>;
 StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format);
-// Of `elements` of a stored plane, from a multiple of kPackedGroup on.
+inline bool IsScale(Plane stored) {
+  return stored == Plane::kExpAvgScale || stored == Plane::kExpAvgSqScale;
+}
+// Stored of `elements` of a parameter, from a multiple of kPackedGroup on: numbers, and bytes.
+int64_t StoredCount(Plane stored, int64_t elements);
 int64_t StoredBytes(StateFormat format, Plane stored, int64_t elements);
 
 }  // namespace ballast

@@ -11,6 +11,7 @@
 #include "cpu_optimizer_service/common/system/checked_word.h"
 #include "cpu_optimizer_service/job/impl/job_impl.h"
 #include "cpu_optimizer_service/job/update/second_round.h"
+#include "cpu_optimizer_service/kernels/packed_turn.h"
 
 namespace ballast {
 
@@ -45,11 +46,21 @@ namespace {
 // Whether a lane is as it was stored, and of a chunk that the job has.
 // Asked of all lanes before a word is used as an index: a wrong one would have elements copied to
 // anywhere.
-bool Fits(const RedoLane& lane, const Layout& layout, int64_t most_of_a_turn) {
+bool Fits(const RedoLane& lane, const Layout& layout,
+          absl::FunctionRef<int64_t(const Chunk&)> most_of_a_turn) {
   const RedoWord word = RedoWord::Unpack(lane.word);
-  return RedoWord::IsWhole(lane.word) && ValueOf(lane.tag).has_value() &&
-         word.chunk < layout.chunks().size() && word.done <= layout.chunks()[word.chunk].elements &&
-         word.count <= std::min(word.done, most_of_a_turn);
+  if (!RedoWord::IsWhole(lane.word) || !ValueOf(lane.tag).has_value() ||
+      word.chunk >= layout.chunks().size()) {
+    return false;
+  }
+  const Chunk& chunk = layout.chunks()[word.chunk];
+  return word.done <= chunk.elements && word.count <= std::min(word.done, most_of_a_turn(chunk));
+}
+
+int64_t MostOfAnUpdatesTurn(const Chunk& chunk) {
+  return chunk.format == StateFormat::kFloat32
+             ? kUpdateTurnElements
+             : static_cast<int64_t>(PackedTurnElements(chunk.format));
 }
 
 absl::Status NotAsStored(const std::string& what_it_is) {
@@ -260,7 +271,7 @@ absl::Status JobImpl::RollForward() {
 absl::Status JobImpl::CheckUpdateLanes(uint64_t step) {
   std::set<uint32_t> in_lanes;
   const auto is_of_step = [&](const RedoLane& lane) {
-    return Fits(lane, core_.layout, kUpdateTurnElements) &&
+    return Fits(lane, core_.layout, MostOfAnUpdatesTurn) &&
            (lane.tag == Executor::LaneTag(step, Round::kFirst) ||
             lane.tag == Executor::LaneTag(step, Round::kSecond)) &&
            in_lanes.insert(RedoWord::Unpack(lane.word).chunk).second;
@@ -400,7 +411,9 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
   }
   LanePool& lanes = journal_.kept()->sum_lanes();
   if (!lanes.AllLeft(
-          [&](const RedoLane& lane) { return Fits(lane, core_.layout, kSumTurnElements); })) {
+          [&](const RedoLane& lane) {
+            return Fits(lane, core_.layout, [](const Chunk&) { return kSumTurnElements; });
+          })) {
     return NotAsStored(journal_.kept()->arenas().WhatIs("sums"));
   }
   lanes.KeepLeft([&](const RedoLane& lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {

@@ -13,6 +13,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/job/state/index_record.h"
+#include "cpu_optimizer_service/job/step/state_writing.h"
 
 namespace ballast {
 
@@ -26,7 +27,7 @@ constexpr char kGivenUp[] = "the caller has given up waiting";
 
 // ---------------------------------------------------------------- load
 
-absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint) const {
+absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint, bool convert_state) const {
   const CheckpointIndex& index = checkpoint.index();
   const auto refuse = [&](const auto&... what) {
     return absl::FailedPreconditionError(absl::StrCat("the checkpoint of job ", index.job,
@@ -49,6 +50,11 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint) const {
       return refuse(saved.name, " is in group ", saved.group, " in the checkpoint and ", group,
                     " in the job");
     }
+    if (saved.format != core_.layout.format(p) && !checkpoint.is_weights() && !convert_state) {
+      return refuse("the state of ", saved.name, " is ", Name(saved.format),
+                    " in the checkpoint and ", Name(core_.layout.format(p)),
+                    " in the job; load it with --convert-state");
+    }
     if (seen[p]) return refuse("it lists ", saved.name, " twice");
     seen[p] = true;
   }
@@ -68,27 +74,53 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint) const {
   return absl::OkStatus();
 }
 
+absl::Status Loader::LoadValues(const Checkpoint& checkpoint, const ChunkPiece& piece,
+                                const Slot& to) {
+  const ParameterSpec& parameter = core_.spec().layout.parameters[piece.parameter];
+  const HyperParameters& values = core_.spec().groups[parameter.group].hyper_parameters;
+  std::vector<float> read(piece.elements);
+  for (const Plane plane : PlanesOf(values)) {
+    if (checkpoint.is_weights() && plane != Plane::kMaster) {
+      std::ranges::fill(read, InitialValue(values, plane));
+    } else {
+      BALLAST_RETURN_IF_ERROR(checkpoint.Read(parameter.name, plane, piece.parameter_offset,
+                                              absl::MakeSpan(read)));
+    }
+    if (const auto bad = FirstBadValue(plane, to.format, read); bad.has_value()) {
+      return BadValue(absl::StrCat(Name(plane), " of ", parameter.name), plane, read[*bad],
+                      piece.parameter_offset + *bad);
+    }
+    WritePlane(to, plane, piece.chunk_offset, read);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
   const Chunk& chunk = core_.layout.chunks()[index];
   const HyperParameters& values = core_.spec().groups[chunk.group].hyper_parameters;
   BALLAST_ASSIGN_OR_RETURN(const ChunkStore::Write write,
                            memory_.store->BeginWrite(index, Destination::kInPlaceIfFree));
+  // Padding belongs to no piece and must be zero.
+  const PlaneList planes = PlanesOf(values);
+  for (const Plane stored : StoredPlanesOf(planes, chunk.format)) {
+    std::fill_n(write.to.As<std::byte>(stored), StoredBytes(chunk.format, stored, chunk.elements),
+                std::byte());
+  }
   absl::Status status;
-  std::vector<float> read(chunk.elements);
-  for (const Plane plane : PlanesOf(values)) {
-    // Padding belongs to no piece and must be zero.
-    std::ranges::fill(read, 0.0f);
-    for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
-      if (!status.ok()) break;
-      const auto elements = absl::MakeSpan(read).subspan(piece.chunk_offset, piece.elements);
-      if (!checkpoint.has(plane)) {  // Of weights alone.
-        std::ranges::fill(elements, InitialValue(values, plane));
-        continue;
-      }
-      status = checkpoint.Read(core_.spec().layout.parameters[piece.parameter].name, plane,
-                               piece.parameter_offset, elements);
+  for (const ChunkPiece& piece : core_.layout.Pieces(index)) {
+    if (!status.ok()) break;
+    const std::string& name = core_.spec().layout.parameters[piece.parameter].name;
+    if (checkpoint.is_weights() || checkpoint.format(name) != chunk.format) {
+      status = LoadValues(checkpoint, piece, write.to);
+      continue;
     }
-    if (status.ok()) WritePlane(write.to, plane, 0, read);
+    for (const Plane stored : StoredPlanesOf(planes, chunk.format)) {
+      if (!status.ok()) break;
+      const auto out = absl::MakeSpan(
+          write.to.As<std::byte>(stored) + StoredBytes(chunk.format, stored, piece.chunk_offset),
+          StoredBytes(chunk.format, stored, piece.elements));
+      status = checkpoint.ReadStored(name, stored, StoredCount(stored, piece.parameter_offset), out);
+    }
   }
   // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load
   // or a close helps.
@@ -301,14 +333,14 @@ absl::StatusOr<OpenedCheckpoint> Loader::OpenAndCheck(const LoadRequest& request
   const auto progress = core_.BeginActivity(ActivityKind::kVerifyingCheckpoint, 0, request.path);
   const CountsIn here(*progress);
   BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened, OpenToLoad(request));
-  BALLAST_RETURN_IF_ERROR(CheckLoadable(opened.checkpoint));
+  BALLAST_RETURN_IF_ERROR(CheckLoadable(opened.checkpoint, request.convert_state));
   return opened;
 }
 
 void Loader::LoadAgain(const KeptLoad& load) {
   const auto began = std::chrono::steady_clock::now();
   absl::StatusOr<OpenedCheckpoint> opened =
-      OpenAndCheck({.path = load.path, .weights_only = load.weights_only});
+      OpenAndCheck({.path = load.path, .weights_only = load.weights_only, .convert_state = true});
   // Each member loads the same.
   if (opened.ok() && has_others() && opened->checkpoint.index().sha256 != load.sha256) {
     opened = absl::FailedPreconditionError(

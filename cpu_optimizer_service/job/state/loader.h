@@ -96,9 +96,11 @@ class Loader {
   // For what a lead names. INVALID_ARGUMENT, FAILED_PRECONDITION.
   absl::StatusOr<KeptLoad> NamedHere(const std::string& name, bool weights_only) const;
   absl::StatusOr<OpenedCheckpoint> OpenAndCheck(const LoadRequest& request) const;
-  absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
+  absl::Status CheckLoadable(const Checkpoint& checkpoint, bool convert_state) const;
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
+  // In the chunk's format, whatever the checkpoint's is.
+  absl::Status LoadValues(const Checkpoint& checkpoint, const ChunkPiece& piece, const Slot& to);
   // For a load that began then.
   void ReplaceState(std::shared_ptr<OpenedCheckpoint> opened,
                     std::chrono::steady_clock::time_point began, Done<CheckpointInfo> done);

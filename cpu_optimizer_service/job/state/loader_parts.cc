@@ -82,7 +82,9 @@ void Loader::Check(uint64_t task, const LeadWord::Task::Check& check) {
   core_.RunAfter([this, self = core_.KeepAlive(), load = *std::move(load), task] {
     core_.environment.disk_threads->Run([this, self, load, task] {
       absl::StatusOr<OpenedCheckpoint> opened =
-          OpenAndCheck({.path = load.path, .weights_only = load.weights_only});
+          OpenAndCheck({.path = load.path,
+                        .weights_only = load.weights_only,
+                        .convert_state = true});  // The lead has asked.
       if (opened.ok() && opened->checkpoint.index().sha256 != load.sha256) {
         opened = absl::FailedPreconditionError(
             absl::StrCat("it has another checkpoint in ", load.path,

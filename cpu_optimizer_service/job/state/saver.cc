@@ -373,14 +373,14 @@ absl::Status Saver::AddOthers(Saving& saving) {
 }
 
 void Saver::WriteParts(const std::shared_ptr<Saving>& saving) {
-  const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
+  const auto read = [&](int parameter, Plane stored, int64_t first, absl::Span<std::byte> out) {
     const std::string& name = saving->writer->index().parameters[parameter].name;
     // The index leaves out frozen parameters, so its numbers are not those of the job.
     const int p = core_.layout.FindParameter(name);
     if (saving->snapshot.has_value()) {
-      saving->snapshot->Read(p, of, offset, out);
+      saving->snapshot->ReadStored(p, stored, first, out);
     } else {
-      view_.Read(p, of, offset, out);
+      view_.ReadStored(p, stored, first, out);
     }
   };
   absl::Status status;

@@ -260,10 +260,15 @@ absl::Status StateOrigin::ChooseInherited(const CheckpointIndex& index) {
     const std::string planes = DifferenceOfPlanes(
         absl::StrCat("parameter ", saved.name),
         core_.spec().groups[parameter.group].hyper_parameters, saved_groups[saved.group]);
-    if (!planes.empty()) {
+    std::string difference = planes;
+    if (planes.empty() && saved.format != core_.layout.format(p)) {
+      difference = absl::StrCat("the state of ", saved.name, " is ", Name(core_.layout.format(p)),
+                                " here and ", Name(saved.format), " there");
+    }
+    if (!difference.empty()) {
       return absl::FailedPreconditionError(
-          absl::StrCat("job ", core_.spec().name, " cannot be derived from its source: ", planes,
-                       "; give it the same"));
+          absl::StrCat("job ", core_.spec().name, " cannot be derived from its source: ",
+                       difference, "; give it the same"));
     }
     inherited_[p] = true;
   }

@@ -59,6 +59,12 @@ void StateView::ReadWeights(int index, std::byte* out) const {
                        core_.spec().groups[chunk.group].return_dtype, out);
 }
 
+void StateView::ReadStored(int parameter, Plane stored, int64_t first,
+                           absl::Span<std::byte> out) const {
+  CopyStoredOut(core_.layout, parameter, stored, first, out,
+                [&](int chunk) -> const Slot& { return memory_.store->Published(chunk); });
+}
+
 CheckpointIndex StateView::MakeIndex(const JobRecord& record) const {
   CheckpointIndex index = {.job = core_.spec().name, .uid = core_.identity.uid};
   index.step = record.committed_step;
@@ -80,7 +86,8 @@ CheckpointIndex StateView::MakeIndex(const JobRecord& record) const {
                                 .shape = parameter.shape,
                                 .group = core_.spec().groups[parameter.group].name,
                                 .elements = core_.layout.place(p).elements,
-                                .update_count = record.update_counts[p]});
+                                .update_count = record.update_counts[p],
+                                .format = core_.layout.format(p)});
   }
   return index;
 }

@@ -37,6 +37,8 @@ class StateView {
   void Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
   // The weights of a chunk, in its group's return dtype.
   void ReadWeights(int chunk, std::byte* out) const;
+  // As Snapshot::ReadStored.
+  void ReadStored(int parameter, Plane stored, int64_t first, absl::Span<std::byte> out) const;
   // SHA-256 over everything in the index: the same for any sharding.
   std::string Hash(const CheckpointIndex& index) const;
 

@@ -18,6 +18,7 @@ constexpr int kParameters = kRandomParameters;
 
 TEST(LayoutPlaces, EveryElementHasOneThatEveryQuestionAgreesOn) {
   std::mt19937 random(7);
+  int packed_pieces = 0;
   for (int turn = 0; turn < 200; ++turn) {
     const LayoutSpec spec = RandomLayout(random, /*has_mesh=*/turn % 2 == 0);
     const Layout layout = Layout::Create(spec).value();
@@ -28,6 +29,14 @@ TEST(LayoutPlaces, EveryElementHasOneThatEveryQuestionAgreesOn) {
       layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
         ASSERT_GE(piece.chunk_offset, next);
         next = piece.chunk_offset + piece.elements;
+        ASSERT_EQ(layout.chunks()[chunk].format, layout.format(piece.parameter));
+        if (layout.format(piece.parameter) != StateFormat::kFloat32) {
+          ++packed_pieces;
+          ASSERT_EQ(piece.parameter_offset % kPackedGroup, 0);
+          ASSERT_EQ(piece.chunk_offset % kPackedGroup, 0);
+          const int64_t end = piece.parameter_offset + piece.elements;
+          ASSERT_TRUE(end % kPackedGroup == 0 || end == layout.place(piece.parameter).elements);
+        }
         for (int64_t i = 0; i < piece.elements; ++i) {
           ASSERT_TRUE(places
                           .emplace(std::pair(piece.parameter, piece.parameter_offset + i),
@@ -82,6 +91,7 @@ TEST(LayoutPlaces, EveryElementHasOneThatEveryQuestionAgreesOn) {
     }
     ASSERT_EQ(static_cast<int64_t>(places.size()), elements);
   }
+  EXPECT_GT(packed_pieces, 1000);
 }
 
 // A chunk of `part` has the place, owner and pieces of chunk `same` of `whole`.

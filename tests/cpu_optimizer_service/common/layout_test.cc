@@ -202,5 +202,76 @@ TEST(Buckets, SplitAmongRanksAtBlockEdgesForAnyWorldSize) {
   }
 }
 
+LayoutSpec PackedSpec() {
+  LayoutSpec spec;
+  spec.group_count = 2;
+  spec.parameters = {{.name = "a", .shape = {100, 50}},
+                     {.name = "bias", .shape = {5000}},
+                     {.name = "scale", .shape = {3}},
+                     {.name = "b", .shape = {64, 64}},
+                     {.name = "small", .shape = {63, 65}},
+                     {.name = "other", .shape = {64, 64}, .group = 1}};
+  spec.states = {{.format = StateFormat::k8Bit}, {}};
+  EXPECT_TRUE(CutInBuckets(1 << 20, spec).ok());
+  return spec;
+}
+
+TEST(Layout, GivesEachChunkOneFormat) {
+  const Layout layout = Layout::Create(PackedSpec()).value();
+  std::vector<std::pair<int64_t, StateFormat>> chunks;
+  for (const Chunk& chunk : layout.chunks()) {
+    if (chunk.group == 0) chunks.emplace_back(chunk.begin, chunk.format);
+  }
+  EXPECT_THAT(chunks, ElementsAre(std::pair(0, StateFormat::k8Bit),
+                                  std::pair(5120, StateFormat::kFloat32),
+                                  std::pair(10496, StateFormat::k8Bit),
+                                  std::pair(14592, StateFormat::kFloat32)));
+  EXPECT_EQ(layout.format(0), StateFormat::k8Bit);
+  for (const int in_fp32 : {1, 2, 4, 5}) {
+    EXPECT_EQ(layout.format(in_fp32), StateFormat::kFloat32) << in_fp32;
+  }
+  EXPECT_EQ(layout.place(1).offset, 5120) << "of a packed group each begins with a block";
+  EXPECT_EQ(layout.place(2).offset, 10240);
+  EXPECT_EQ(layout.ParameterAt(0, 5000), -1);
+  EXPECT_EQ(layout.flat_elements(0), FlatElements(PackedSpec())[0]);
+}
+
+TEST(Layout, OfPackedStateRefusesShardsThatCutItsGroups) {
+  LayoutSpec spec = PackedSpec();
+  spec.world_size = 2;
+  spec.partitions.clear();
+  spec.mesh = {{"tp", 2}};
+  for (ParameterSpec& parameter : spec.parameters) parameter.placements = {Placement()};
+  EXPECT_TRUE(Layout::Create(spec).ok());
+  spec.parameters[3].placements = {{.shard_dim = 0}};  // 32 rows of 64.
+  EXPECT_EQ(Layout::Create(spec).value().format(3), StateFormat::k8Bit);
+  spec.parameters[0].placements = {{.shard_dim = 1}};
+  ExpectInvalid(spec);
+  spec.states[0].fallback = true;
+  const Layout layout = Layout::Create(spec).value();
+  EXPECT_EQ(layout.format(0), StateFormat::kFloat32);
+  EXPECT_EQ(layout.format(3), StateFormat::k8Bit);
+  // Of a part, the same.
+  EXPECT_EQ(Layout::CreateForRanks(spec, {1}).value().format(0), StateFormat::kFloat32);
+}
+
+TEST(Layout, RefusesStatesThatAreNotThoseOfTheGroups) {
+  LayoutSpec spec = PackedSpec();
+  spec.states.pop_back();
+  ExpectInvalid(spec);
+}
+
+TEST(Layout, NamesADifferenceOfStates) {
+  const LayoutSpec a = PackedSpec();
+  LayoutSpec b = a;
+  b.states[0].fallback = true;
+  EXPECT_TRUE(Says(FirstDifference(a, b)));
+  b.states.clear();
+  EXPECT_TRUE(Says(FirstDifference(a, b)));
+  LayoutSpec plain = a;
+  plain.states = {{}, {}};
+  EXPECT_EQ(FirstDifference(plain, b), "") << "fp32 is what there is without states";
+}
+
 }  // namespace
 }  // namespace ballast::layout_test

@@ -197,5 +197,42 @@ TEST(CheckPlacements, RefusesWhatDoesNotFitTheShape) {
   expect_refused({{.shard_dim = -2}, kReplicate}, {4});
 }
 
+TEST(Sharding, SaysWhetherRunsAreWhole) {
+  std::mt19937 random(5);
+  int whole = 0;
+  constexpr int kTurns = 2000;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    std::vector<int64_t> shape;
+    int64_t elements = 1;
+    for (int d = 0; d < 1 + turn % 3; ++d) {
+      shape.push_back(1 + random() % 8);
+      elements *= shape.back();
+    }
+    std::vector<MeshDim> mesh;
+    std::vector<Placement> placements;
+    int ranks = 1;
+    for (size_t m = 0; m < 1 + random() % 2; ++m) {
+      mesh.push_back({std::to_string(m), static_cast<int>(1 + random() % 4)});
+      ranks *= mesh.back().size;
+      placements.push_back({.shard_dim = static_cast<int>(random() % (shape.size() + 1)) - 1});
+    }
+    const ParameterShards shards(shape, placements, mesh, /*owner=*/0);
+    constexpr int64_t kGroup = 4;
+    bool expected = true;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Shard shard = shards.OfRank(rank);
+      for (int64_t local = 0; local < shard.elements(); local += shard.run_elements()) {
+        const int64_t begin = shard.OffsetInParameter(local);
+        const int64_t end = begin + shard.run_elements();
+        expected &= begin % kGroup == 0 && (end % kGroup == 0 || end == elements);
+      }
+    }
+    ASSERT_EQ(AreRunsWhole(shape, placements, mesh, kGroup), expected) << turn;
+    whole += expected ? 1 : 0;
+  }
+  EXPECT_GT(whole, kTurns / 10);
+  EXPECT_LT(whole, kTurns * 9 / 10);
+}
+
 }  // namespace
 }  // namespace ballast::sharding_test

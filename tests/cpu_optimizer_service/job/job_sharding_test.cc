@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/support/messages.h"
@@ -289,6 +290,73 @@ TEST_F(ShardingTest, AMissingShardIsNamed) {
   ASSERT_TRUE(refusal.has_value());
   EXPECT_TRUE(
       Refused(refusal->status, absl::StatusCode::kFailedPrecondition, reason::kSendAndSealAgain));
+}
+
+// Whose shards cut no group of 64 elements, in any of the shardings.
+JobSpec PackedSpec(const Sharding& sharding, StateFormat format, int64_t chunk_elements,
+                   UpdateMode mode) {
+  JobSpec spec;
+  spec.name = absl::StrCat(sharding.name, "-", Name(format), "-", chunk_elements);
+  spec.groups = {{.name = "packed"}, {.name = "fp32"}};
+  spec.groups[0].hyper_parameters.beta2 = 0.97;
+  spec.update_mode = mode;
+  LayoutSpec& layout = spec.layout;
+  layout.world_size = sharding.world_size;
+  layout.group_count = 2;
+  layout.chunk_elements = chunk_elements;
+  layout.mesh = sharding.mesh;
+  layout.states = {{.format = format}, {}};
+  layout.parameters = {{.name = "wide", .shape = {12, 512}},
+                       {.name = "bias", .shape = {77}},
+                       {.name = "square", .shape = {64, 128}},
+                       {.name = "other", .shape = {12, 512}, .group = 1}};
+  if (sharding.mesh.empty()) {
+    EXPECT_TRUE(CutInBuckets(4096, layout).ok());
+    return spec;
+  }
+  for (ParameterSpec& parameter : layout.parameters) {
+    for (const Placement& placement : sharding.placements) {
+      const bool fits = placement.shard_dim < static_cast<int>(parameter.shape.size());
+      parameter.placements.push_back(fits ? placement : kReplicate);
+    }
+  }
+  return spec;
+}
+
+TEST_F(ShardingTest, PackedStateHasTheSameBitsUnderEach) {
+  for (const StateFormat format : {StateFormat::kBFloat16, StateFormat::k8Bit}) {
+    std::string saved_state;
+    std::string later_state;
+    for (const Sharding& sharding : Shardings()) {
+      for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+        const int64_t chunk_elements = mode == UpdateMode::kWait ? 512 : 1024;
+        JobDriver driver = Make(PackedSpec(sharding, format, chunk_elements, mode));
+        Train(driver, 0, 2);
+        ASSERT_TRUE(driver.job().Save((root_ / driver.job().spec().name).string()).ok());
+        const std::string saved = driver.job().StateHash();
+        Train(driver, 2, 1);
+        const std::string later = driver.job().StateHash();
+        if (saved_state.empty()) {
+          saved_state = saved;
+          later_state = later;
+        }
+        EXPECT_EQ(saved, saved_state) << driver.job().spec().name;
+        EXPECT_EQ(later, later_state) << driver.job().spec().name;
+        driver.DetachAll();
+      }
+    }
+    for (const Sharding& sharding : Shardings()) {
+      JobSpec spec = PackedSpec(sharding, format, 256, UpdateMode::kWait);
+      const std::string from = PackedSpec(Shardings()[4], format, 512, UpdateMode::kWait).name;
+      JobDriver driver(engine_, spec);
+      driver.SetMaxNorm(1.0);
+      ASSERT_TRUE(driver.job().Load((root_ / from).string()).ok());
+      EXPECT_EQ(driver.job().StateHash(), saved_state) << spec.name;
+      driver.AttachAll();
+      Train(driver, 2, 1);
+      EXPECT_EQ(driver.job().StateHash(), later_state) << spec.name;
+    }
+  }
 }
 
 }  // namespace

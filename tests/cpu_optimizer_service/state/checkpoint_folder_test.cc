@@ -428,8 +428,8 @@ TEST_F(CheckpointFolderTest, IsWrittenInSeveralFilesOfWholeTensors) {
   EXPECT_EQ(writer.parts(), 3 * 2 + 1);  // p0; the others. The last plane has p3 alone.
   for (int part = 0; part < writer.parts(); ++part) {
     const absl::Status written = writer.WritePart(
-        part, [&](int parameter, Plane plane, int64_t offset, absl::Span<float> out) {
-          EXPECT_TRUE(one.Read(index.parameters[parameter].name, plane, offset, out).ok());
+        part, [&](int parameter, Plane stored, int64_t first, absl::Span<std::byte> out) {
+          EXPECT_TRUE(one.ReadStored(index.parameters[parameter].name, stored, first, out).ok());
         });
     ASSERT_TRUE(written.ok()) << written;
   }

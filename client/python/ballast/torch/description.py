@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import FailedPreconditionError
 from ..session import Group, HyperParameters, Job, Parameter
+from .groups import check_state
 from .places import local
 
 
@@ -32,6 +33,7 @@ def check_group(group: dict[str, Any]) -> None:
                          "both alike, or make another optimizer")
     if group.get("differentiable"):
         raise ValueError("differentiable is not supported: the service makes the update")
+    check_state(group)
     for name, parameter in zip(group["param_names"], group["params"]):
         if getattr(parameter, "_fsdp_flattened", False):  # FSDP1 marks its flattened parameters so.
             raise ValueError(f"parameter {name} is part of a flat parameter of FullyShardedDataParallel (FSDP1), "
@@ -45,6 +47,11 @@ def check_group(group: dict[str, Any]) -> None:
                              "group of another rule")
         if parameter.dtype not in _DTYPES:
             raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
+
+
+def state_of(group: dict[str, Any]) -> tuple[str, bool]:
+    """Format, and whether parameters whose shards cut its groups of elements are in fp32."""
+    return group.get("state", "fp32"), bool(group.get("state_fallback", False))
 
 
 def not_held(module: torch.nn.Module | None, param_groups: list[dict[str, Any]]) -> list[str]:
@@ -117,6 +124,7 @@ class Described:
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters],
                  trained: Collection[int] = ()):
         self._made_with, self.of_groups = hyper_parameters, _identities(param_groups)
+        self._states = [state_of(group) for group in param_groups]
         self._names_of_groups = [list(group["param_names"]) for group in param_groups]
         self.groups: list[Group] = []
         self.specs: list[Parameter] = []
@@ -137,7 +145,7 @@ class Described:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 if parameter.dtype not in numbers:
                     numbers[parameter.dtype] = len(self.groups)
-                    self.groups.append(Group(f"{index}.{dtype}", values, dtype, dtype))
+                    self.groups.append(Group(f"{index}.{dtype}", values, dtype, dtype, *state_of(group)))
                     self.source.append(index)
                 self.specs.append(Parameter(name, tuple(parameter.shape), numbers[parameter.dtype],
                                             frozen=not (parameter.requires_grad or id(parameter) in trained)))
@@ -180,6 +188,10 @@ class Described:
         """An error if the job cannot make a step with these."""
         if not self.has(param_groups):
             raise FailedPreconditionError(_OTHERS)
+        for number, (then, group) in enumerate(zip(self._states, param_groups)):
+            if then != state_of(group):
+                raise RuntimeError(f"state of param group {number} was {then[0]} when the job was made, and is "
+                                   f"{group['state']} now: set it back, or create another optimizer and another job")
         for number, (then, now) in enumerate(zip(self._made_with, hyper_parameters)):
             for name in ("rule", "amsgrad", "decoupled_weight_decay", "initial_accumulator_value", "momentum"):
                 changed = getattr(then, name) != getattr(now, name)
@@ -204,7 +216,8 @@ def lines(job: Job) -> list[tuple[str, str]]:
              for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort",
                           "newton_schulz")]
     for group in job.groups:
-        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
+        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype} {group.state} "
+                      f"{group.state_fallback}"))
     for parameter in job.parameters:
         lines.append((f"parameter {parameter.name}", f"{parameter.shape} group {parameter.group} "
                       f"{'frozen' if parameter.frozen else 'trainable'} {parameter.placements}"))

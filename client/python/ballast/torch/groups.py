@@ -12,10 +12,12 @@ import torch
 
 from ..errors import InvalidArgumentError
 from ..rules import PARTS, RULES, check_has, rule_named
-from ..session import HyperParameters
+from ..session import STATES, HyperParameters, number_of
 
 _HYPER_PARAMETERS = frozenset().union(*(rule.defaults for rule in RULES.values()))
 _OTHERS = {"rule", "foreach", "capturable", "differentiable", "fused"}
+_STATE = {"state", "state_fallback"}  # How the service stores a group's state; its values are the same in all.
+MOST_BETA2_OF_BF16 = 0.98
 
 
 def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -> list[dict[str, Any]]:
@@ -94,7 +96,8 @@ def with_rule(group: dict[str, Any], rule_of_defaults: str) -> dict[str, Any]:
     if not isinstance(group, dict) or "rule" not in group:
         return group
     check_has(group["rule"], _HYPER_PARAMETERS & group.keys())
-    return group if group["rule"] == rule_of_defaults else {**RULES[group["rule"]].defaults, **group}
+    of_rule = {**RULES[group["rule"]].defaults, "state": "fp32", "state_fallback": False}
+    return group if group["rule"] == rule_of_defaults else {**of_rule, **group}
 
 
 def drop_others(group: dict[str, Any]) -> None:
@@ -125,7 +128,21 @@ def hyper_parameters_of(group: dict[str, Any]) -> HyperParameters:
     if group["rule"] == "sgd" and there.get("nesterov") and (there["momentum"] == 0 or there["dampening"] != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening; set them in the optimizer's "
                          "param_groups")
+    check_state(group)
     return HyperParameters(rule=group["rule"], **there)
+
+
+def check_state(group: Mapping[str, Any]) -> None:
+    """ValueError: the group's rule, or an option of it, has no state in that format."""
+    state, rule = group.get("state", "fp32"), group["rule"]
+    number_of(STATES, state, "state")
+    if state != "fp32" and rule == "muon":
+        raise ValueError(f"state {state} is not for muon: use fp32")
+    if state == "8bit" and (rule != "adam" or group["amsgrad"]):
+        raise ValueError(f"state 8bit is not for {rule}{' with amsgrad' if rule == 'adam' else ''}: use bf16 or fp32")
+    if state == "bf16" and rule == "adam" and group["betas"][1] > MOST_BETA2_OF_BF16:
+        raise ValueError(f"state bf16 is not for a beta2 of {group['betas'][1]}, but for at most {MOST_BETA2_OF_BF16}: "
+                         "exp_avg_sq would not follow the gradients; use 8bit or fp32")
 
 
 def planes_of(group: Mapping[str, Any]) -> dict[str, float]:
@@ -162,7 +179,8 @@ def check_trained_with(what: str, theirs: Mapping[str, Any], ours: Mapping[str, 
 
 def completed(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A state of an optimizer, whose param groups have what they lack. They get the rule of these groups. What an older
-    torch did not have gets the rule's default, as in torch; decoupled_weight_decay is left to __setstate__.
+    torch did not have gets the rule's default, as in torch; decoupled_weight_decay is left to __setstate__. How the
+    service stores the state remains.
     InvalidArgumentError if one is of another rule."""
     if len(state["param_groups"]) != len(groups):
         return state  # torch itself raises an error.
@@ -172,5 +190,6 @@ def completed(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, 
         own = {name: value for name, value in ours.items() if name in _OTHERS}
         defaults = {name: value for name, value in RULES[ours["rule"]].defaults.items()
                     if name in ours and name != "decoupled_weight_decay"}
-        complete.append({**own, **defaults, **theirs})
+        stored = {name: value for name, value in ours.items() if name in _STATE}
+        complete.append({**own, **defaults, **theirs, **stored})
     return {**state, "param_groups": complete}

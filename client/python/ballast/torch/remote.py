@@ -53,11 +53,12 @@ class Remote(torch.optim.Optimizer):
     _before: Binding | None = None  # Closed; the next job is derived from its job.
 
     def __init__(self, params, defaults: dict[str, Any], options: dict[str, Any]):
+        state = dict(state=options.pop("state", "fp32"), state_fallback=options.pop("state_fallback", False))
         options = options_of(type(self).__name__, options)
         self._forget_steps()
         self._kept = Kept()
         # The job and step of a state. It is in the param groups, so that torch.distributed.checkpoint saves it.
-        super().__init__(named(params, options.module), defaults | dict(rule=self._rule, job_uid="", job_step=0))
+        super().__init__(named(params, options.module), defaults | state | dict(rule=self._rule, job_uid="", job_step=0))
         for group in self.param_groups:
             check_group(group)
             owners.made(group["params"])
@@ -495,6 +496,8 @@ class Remote(torch.optim.Optimizer):
         self.defaults.setdefault("rule", self._rule)
         for group in self.param_groups:  # As in `completed`.
             group.setdefault("rule", self._rule)
+            group.setdefault("state", "fp32")
+            group.setdefault("state_fallback", False)
             if group["rule"] == "adam":
                 group.setdefault("decoupled_weight_decay", False)
         if "_options" in state:  # load_state_dict comes here without it.

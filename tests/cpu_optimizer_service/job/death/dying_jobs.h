@@ -552,6 +552,16 @@ class JobDeathTest : public testing::Test {
                                  .chunk_elements = 512}),
             .steps = 2};
   }
+  // Of packed state, and of some that is too small for it.
+  Training Packed(StateFormat format) const {
+    Training training = Small();
+    JobSpec& spec = training.spec;
+    spec.layout.parameters[0].shape = {64, 65};
+    spec.layout.states = {{.format = format}, {}};
+    spec.groups[0].hyper_parameters.beta2 = 0.97;
+    EXPECT_TRUE(CutInBuckets(2048, spec.layout).ok());
+    return training;
+  }
 };
 
 }  // namespace ballast

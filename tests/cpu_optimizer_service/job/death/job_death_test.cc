@@ -62,6 +62,20 @@ TEST_F(JobDeathTest, WhileUpdatesAreProvisionalIsNotSeen) {
   DieAtEachStore(training, 0, /*stride=*/2);
 }
 
+TEST_F(JobDeathTest, AtAnyStoreIsNotSeenInPackedState) {
+  for (const StateFormat format : {StateFormat::kBFloat16, StateFormat::k8Bit}) {
+    Training training = Packed(format);
+    ExpectAmong(DieAtEachStore(training),
+                {"a chunk's word", "a lane is taken", "a lane is free", "a chunk's first weights"});
+    DieAtEachStore(training, /*second=*/2, /*stride=*/11);
+    training.spec.update_mode = UpdateMode::kSpeculate;
+    training.max_norm = 20;
+    training.writes = 1;
+    ExpectAmong(DieAtEachStore(training, 0, /*stride=*/2),
+                {"a provisional version of a chunk", "a written chunk"});
+  }
+}
+
 TEST_F(JobDeathTest, WhileAReaderHoldsTheStateIsNotSeen) {
   Training training = Small();
   training.steps = 3;
@@ -591,10 +605,26 @@ TEST_F(JobDeathTest, IsNotWhatAJobCostsForWhichThereIsNoRoom) {
 }
 
 // In the middle of a turn: at the first write to a page, wherever that lies in the planes.
-TEST_F(JobDeathTest, InTheMiddleOfAnUpdateIsNotSeen) {
+class InTheMiddle : public JobDeathTest, public testing::WithParamInterface<StateFormat> {};
+INSTANTIATE_TEST_SUITE_P(Format, InTheMiddle,
+                         testing::Values(StateFormat::kFloat32, StateFormat::kBFloat16,
+                                         StateFormat::k8Bit),
+                         [](const auto& format) { return std::string(Name(format.param)); });
+
+TEST_P(InTheMiddle, OfAnUpdateIsNotSeen) {
   Training training = {.spec = MakeJobSpec({.group_sizes = {{300'000, 30'000}, {100'000}}}),
                        .steps = 4};
-  training.spec.groups[1].hyper_parameters.amsgrad = true;
+  const StateFormat format = GetParam();
+  if (format == StateFormat::kFloat32) {
+    training.spec.groups[1].hyper_parameters.amsgrad = true;
+  } else {
+    training.spec.layout.states = {{.format = format}, {.format = format}};
+    for (ParameterSpec& parameter : training.spec.layout.parameters) {
+      parameter.shape = {parameter.shape[0] / 100, 100};
+    }
+    for (GroupSpec& group : training.spec.groups) group.hyper_parameters.beta2 = 0.97;
+    ASSERT_TRUE(CutInBuckets(1024, training.spec.layout).ok());
+  }
   Kept whole;
   const std::string expected = Live(training, whole, {}).result;
   const auto file_of = [](const Kept& kept, absl::string_view end) {
