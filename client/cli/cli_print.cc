@@ -5,6 +5,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/rule.h"
@@ -89,16 +90,24 @@ std::string GroupsText(const v1::Job& job) {
                {"parameters", kRight},
                {"elements", kRight},
                {"wire"},
-               {"return"}});
+               {"return"},
+               {"state"}});
+  std::string fell_back;
   for (const v1::ParamGroup& group : job.groups()) {
     std::vector<std::string> cells = HyperParameterCells(group.hyper_parameters());
     cells.insert(cells.begin(), proto::BareName(group.name()));
     cells.insert(cells.end(),
                  {FormatCount(group.parameter_count()), FormatCount(group.trainable_elements()),
-                  Name(group.wire_dtype()), Name(group.return_dtype())});
+                  Name(group.wire_dtype()), Name(group.return_dtype()), Name(group.state())});
     table.Add(std::move(cells));
+    if (group.in_fp32().empty()) continue;
+    absl::StrAppend(&fell_back,
+                    FormatNames(absl::StrCat("in fp32 in group ", proto::BareName(group.name()),
+                                             ", because shards cut groups of 64 elements:"),
+                                std::vector<std::string>(group.in_fp32().begin(),
+                                                         group.in_fp32().end())));
   }
-  return table.ToString();
+  return table.ToString() + fell_back;
 }
 
 std::string GroupText(const v1::ParamGroup& group) {
@@ -141,6 +150,10 @@ int64_t OtherBytes(const v1::MemoryUse& memory) {
 
 std::string Name(v1::JobPhase phase) { return absl::AsciiStrToLower(v1::JobPhase_Name(phase)); }
 std::string Name(v1::DType dtype) { return absl::AsciiStrToLower(v1::DType_Name(dtype)); }
+std::string Name(v1::StateFormat format) {
+  if (format == v1::STATE_FORMAT_UNSPECIFIED) return "fp32";
+  return absl::AsciiStrToLower(absl::StripPrefix(v1::StateFormat_Name(format), "STATE_"));
+}
 std::string Name(v1::UnusedPolicy policy) {
   return absl::AsciiStrToLower(v1::UnusedPolicy_Name(policy));
 }

@@ -25,6 +25,7 @@ int64_t OtherBytes(const v1::MemoryUse& memory);
 // Lower-case names of enumerators.
 std::string Name(v1::JobPhase phase);
 std::string Name(v1::DType dtype);
+std::string Name(v1::StateFormat format);
 std::string Name(v1::UnusedPolicy policy);
 std::string Name(v1::UpdateMode mode);
 std::string Name(v1::Plane plane);

@@ -246,15 +246,23 @@ absl::Status Layout::AddParameters() {
   return absl::OkStatus();
 }
 
+bool Layout::MayBePacked(int parameter) const {
+  const ParameterSpec& spec = spec_.parameters[parameter];
+  return spec.trainable && spec.shape.size() >= 2 &&
+         places_[parameter].elements >= kLeastPackedElements && spec_.is_packed(spec.group);
+}
+
+bool Layout::fell_back(int parameter) const {
+  return MayBePacked(parameter) && formats_[parameter] == StateFormat::kFloat32;
+}
+
 absl::Status Layout::ChooseFormats() {
   formats_.assign(spec_.parameters.size(), StateFormat::kFloat32);
   for (int index = 0; index < static_cast<int>(spec_.parameters.size()); ++index) {
     const ParameterSpec& parameter = spec_.parameters[index];
     const StateSpec state = spec_.state(parameter.group);
-    const bool is_small =
-        parameter.shape.size() < 2 || places_[index].elements < kLeastPackedElements;
-    if (!parameter.trainable || is_small) continue;
-    if (state.format != StateFormat::kFloat32 && has_mesh() &&
+    if (!MayBePacked(index)) continue;
+    if (has_mesh() &&
         !AreRunsWhole(parameter.shape, parameter.placements, spec_.mesh, kPackedGroup)) {
       if (state.fallback) continue;
       return absl::InvalidArgumentError(absl::StrCat(

@@ -184,6 +184,8 @@ class Layout {
 
   const ParameterPlace& place(int parameter) const { return places_[parameter]; }
   StateFormat format(int parameter) const { return formats_[parameter]; }
+  // Whether its shards cut its groups of elements, so that it is in fp32 (StateSpec::fallback).
+  bool fell_back(int parameter) const;
   // Index of the parameter of this name, or -1.
   int FindParameter(const std::string& name) const;
 
@@ -246,6 +248,7 @@ class Layout {
   absl::Status AddParameters();
   absl::Status CutFlatSpaces();
   absl::Status CutShards();
+  bool MayBePacked(int parameter) const;
   absl::Status ChooseFormats();
   // Calls visit(begin, end, format) for the parts of [begin, end) of a space with one format each.
   template <class Visit>

@@ -109,7 +109,10 @@ HWY_INLINE void PackBFloat16(FloatVec value, uint16_t* to) {
 // ---- One turn
 
 template <class Kernel, StateFormat kFormat>
-using TurnValues = float[Kernel::kPlanes][PackedTurnElements(kFormat)];
+struct TurnValues {
+  alignas(64) float planes[Kernel::kPlanes][PackedTurnElements(kFormat)];
+  float scales[Kernel::kPlanes];  // 8bit: of the moments.
+};
 
 // The new values of the turn at `from`. False: the quick way does not do.
 template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
@@ -119,6 +122,8 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from, const void* gradient
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
   LargeMask large = hn::FirstN(IntTag(), lanes);
+  FloatVec largest = hn::Zero(d);
+  FloatVec largest_sq = hn::Zero(d);
   for (size_t i = 0; i < PackedTurnElements(kFormat); i += lanes) {
     PlaneVecs<Kernel> planes;
     planes[0] = UnpackMaster(from.weights + i, from.remainders + i);
@@ -132,7 +137,15 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from, const void* gradient
     }
     Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, large);
     ForEachPlace<Kernel>(
-        [&](auto place) HWY_ATTR { hn::Store(planes[place], d, values[place] + i); });
+        [&](auto place) HWY_ATTR { hn::Store(planes[place], d, values.planes[place] + i); });
+    if constexpr (kFormat == StateFormat::k8Bit) {
+      largest = hn::Max(largest, hn::Abs(planes[1]));
+      largest_sq = hn::Max(largest_sq, planes[2]);
+    }
+  }
+  if constexpr (kFormat == StateFormat::k8Bit) {
+    values.scales[1] = hn::GetLane(hn::MaxOfLanes(d, largest));
+    values.scales[2] = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
   }
   return kCareful || hn::AllTrue(IntTag(), large);
 }
@@ -144,31 +157,23 @@ HWY_INLINE void PackTurn(const TurnValues<Kernel, kFormat>& values, const Packed
   const size_t lanes = hn::Lanes(d);
   constexpr size_t kElements = PackedTurnElements(kFormat);
   for (size_t i = 0; i < kElements; i += lanes) {
-    PackMaster(hn::Load(d, values[0] + i), to.weights + i, to.remainders + i);
+    PackMaster(hn::Load(d, values.planes[0] + i), to.weights + i, to.remainders + i);
   }
   if constexpr (kFormat == StateFormat::k8Bit) {
-    FloatVec largest = hn::Zero(d);
-    FloatVec largest_sq = hn::Zero(d);
+    *to.scales[1] = values.scales[1];
+    *to.scales[2] = values.scales[2];
+    const float factor = FactorOf(values.scales[1]);
+    const float factor_sq = FactorOf(values.scales[2]);
     for (size_t i = 0; i < kElements; i += lanes) {
-      largest = hn::Max(largest, hn::Abs(hn::Load(d, values[1] + i)));
-      largest_sq = hn::Max(largest_sq, hn::Load(d, values[2] + i));
-    }
-    const float scale = hn::GetLane(hn::MaxOfLanes(d, largest));
-    const float scale_sq = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
-    *to.scales[1] = scale;
-    *to.scales[2] = scale_sq;
-    const float factor = FactorOf(scale);
-    const float factor_sq = FactorOf(scale_sq);
-    for (size_t i = 0; i < kElements; i += lanes) {
-      PackExpAvg(hn::Load(d, values[1] + i), factor, u.exp_avg.data() + i,
+      PackExpAvg(hn::Load(d, values.planes[1] + i), factor, u.exp_avg.data() + i,
                  to.As<int8_t>(1) + i);
-      PackExpAvgSq(hn::Load(d, values[2] + i), factor_sq, u.exp_avg_sq.data() + i,
+      PackExpAvgSq(hn::Load(d, values.planes[2] + i), factor_sq, u.exp_avg_sq.data() + i,
                    to.As<uint8_t>(2) + i);
     }
   } else {
     for (size_t place = 1; place < Kernel::kPlanes; ++place) {
       for (size_t i = 0; i < kElements; i += lanes) {
-        PackBFloat16(hn::Load(d, values[place] + i), to.As<uint16_t>(place) + i);
+        PackBFloat16(hn::Load(d, values.planes[place] + i), to.As<uint16_t>(place) + i);
       }
     }
   }
@@ -203,7 +208,7 @@ HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& t
                                  const typename Kernel::Scalars& s, const PackedThresholds& u,
                                  RedoWriter* redo, int64_t& careful_turns) {
   constexpr size_t kElements = PackedTurnElements(kFormat);
-  alignas(64) TurnValues<Kernel, kFormat> values;
+  TurnValues<Kernel, kFormat> values;
   const auto compute = [&]<bool kCareful>(std::bool_constant<kCareful>) HWY_ATTR {
     return ComputePackedTurn<Kernel, kFormat, kGradient, kCareful>(from, gradient, s, values);
   };
@@ -225,9 +230,9 @@ HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& t
     case DType::kBFloat16:
       return StoreWeights(to.weights, kElements, static_cast<uint16_t*>(shard), stream);
     case DType::kFloat16:
-      return StoreShard<DType::kFloat16>(values[0], kElements, shard, stream);
+      return StoreShard<DType::kFloat16>(values.planes[0], kElements, shard, stream);
     case DType::kFloat32:
-      return StoreShard<DType::kFloat32>(values[0], kElements, shard, stream);
+      return StoreShard<DType::kFloat32>(values.planes[0], kElements, shard, stream);
   }
 }
 

@@ -22,7 +22,7 @@ using nlohmann::json;
 constexpr char kFormat[] = "ballast-checkpoint";
 constexpr char kSuffix[] = ".safetensors";
 // Of all that ToJson writes.
-constexpr int kVersion = 2;
+constexpr int kVersion = 1;
 
 StoredPlanes PlanesOf(const CheckpointIndex& index, const CheckpointIndex::Parameter& parameter) {
   const auto group = std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);

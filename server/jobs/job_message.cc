@@ -94,6 +94,8 @@ void AddSaves(const JobStatus& status, v1::Job& message) {
   }
 }
 
+constexpr int kMostInFp32 = 8;  // That a group names.
+
 void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
   for (int group = 0; group < message.groups_size(); ++group) {
     v1::ParamGroup& to = *message.mutable_groups(group);
@@ -107,6 +109,9 @@ void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
     if (!parameters[p].trainable) continue;
     to.set_trainable_elements(to.trainable_elements() +
                               job.layout().place(static_cast<int>(p)).elements);
+    if (to.in_fp32_size() < kMostInFp32 && job.layout().fell_back(static_cast<int>(p))) {
+      to.add_in_fp32(parameters[p].name);
+    }
   }
 }
 
@@ -217,11 +222,13 @@ size_t LargestMessageBytes(const JobSpec& spec) {
     parameter.set_offset(kLongest);
     parameter.set_update_count(kLongest);
     parameter.set_inherited(true);
+    parameter.set_state(v1::STATE_8BIT);
   }
   for (v1::ParamGroup& group : *message.mutable_groups()) {
     group.set_flat_elements(kLongest);
     group.set_parameter_count(kLongest);
     group.set_trainable_elements(kLongest);
+    for (int i = 0; i < kMostInFp32; ++i) group.add_in_fp32(std::string(LongestName(spec), 'p'));
   }
   // Nobody has checked the description yet: this is what the caller says.
   const size_t ranks = std::clamp(spec.layout.world_size, 0, kMaxWorldSize);

@@ -80,12 +80,12 @@ Command PlanCommand() {
                    .positionals = {"SPEC"},
                    .summary = "whether a job will fit, and with which options; needs no service",
                    .details =
-                       "SPEC is a size, COUNT[:bf16|fp16|fp32][:RULE], such as 7B:bf16 or 7B:lion, "
-                       "or a file with a\njob as CreateJob takes it (ballast.v1.Job in "
-                       "JSON, partitions optional). RULE is adam\n(default), adam:amsgrad, "
-                       "sgd, sgd:momentum, lion, adagrad, signsgd or muon. A service of this\n"
-                       "version allocates by these figures. The exit code is 1 if the job "
-                       "does not fit.",
+                       "SPEC is a size, COUNT[:bf16|fp16|fp32][:RULE][:state=FORMAT], such as "
+                       "7B:bf16 or\n7B:bf16:state=8bit, or a file with a job as CreateJob takes it "
+                       "(ballast.v1.Job in JSON,\npartitions optional). RULE is adam (default), "
+                       "adam:amsgrad, sgd, sgd:momentum, lion, adagrad,\nsignsgd or muon. FORMAT "
+                       "of the state is fp32 (default), bf16 or 8bit. A service of this\nversion "
+                       "allocates by these figures. The exit code is 1 if the job does not fit.",
                    .flags = {{"members", "N|HOST:PORT,...",
                               "services that hold the job together (default 1, or the file's)"},
                              {"memory", "SIZE[,...]",

@@ -87,6 +87,17 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
       values.momentum = 0.9;  // Any above 0: it has a plane.
       continue;
     }
+    if (absl::string_view name = words[i]; absl::ConsumePrefix(&name, "state=")) {
+      const std::optional<StateFormat> format = FindStateFormat(name);
+      if (!format.has_value()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("'", text, "' has state '", name, "'; expected fp32, bf16 or 8bit"));
+      }
+      spec.layout.states = {{.format = *format}};
+      // Any that it may have: the sizes are the same.
+      if (*format == StateFormat::kBFloat16) values.beta2 = 0.95;
+      continue;
+    }
     // A size names one format, which counts for both ways.
     BALLAST_ASSIGN_OR_RETURN(group.wire_dtype, ParseDType(words[i]));
     group.return_dtype = group.wire_dtype;
@@ -96,7 +107,8 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
     spec.layout.parameters.push_back(
         {.name = absl::StrCat("p", spec.layout.parameters.size()), .shape = std::move(shape)});
   };
-  const bool are_matrices = HasTwoRounds(group.hyper_parameters.rule);
+  const bool are_matrices =
+      HasTwoRounds(group.hyper_parameters.rule) || spec.layout.is_packed(0);
   for (int64_t begin = 0; begin < *count; begin += kParameterElements) {
     const int64_t elements = std::min(kParameterElements, *count - begin);
     if (!are_matrices) {
@@ -254,9 +266,10 @@ absl::StatusOr<v1::JobPlan> MakePlan(JobSpec spec, const std::vector<int64_t>& l
     for (const Chunk& chunk : part.layout.chunks()) {
       weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
       // A checkpoint's other contents, headers and an index, are small beside the planes.
-      plan.set_checkpoint_bytes(plan.checkpoint_bytes() +
-                                chunk.elements * int64_t{sizeof(float)} *
-                                    static_cast<int64_t>(planes[chunk.group].size()));
+      for (const Plane stored : StoredPlanesOf(planes[chunk.group], chunk.format)) {
+        plan.set_checkpoint_bytes(plan.checkpoint_bytes() +
+                                  StoredBytes(chunk.format, stored, chunk.elements));
+      }
     }
   }
   plan.set_largest_rank_weights_bytes(*std::max_element(weights.begin(), weights.end()));

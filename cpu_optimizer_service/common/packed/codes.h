@@ -41,7 +41,7 @@ struct PackedThresholds {
 // Of values from elsewhere: to nearest.
 inline constexpr float kNearest = 0.5f;
 
-inline constexpr int kCodeShift = 19;
+inline constexpr int kCodeShift = 20;
 
 // The codes of one plane.
 struct CodeTable {
@@ -66,8 +66,8 @@ struct CodeTable {
   float d;
   float inverse_d;
 };
-inline constexpr CodeTable kExpAvgCodes(0x1p-7f, 127);
-inline constexpr CodeTable kExpAvgSqCodes(0x1p-15f, 255);
+inline constexpr CodeTable kExpAvgCodes(0x1p-15f, 127);
+inline constexpr CodeTable kExpAvgSqCodes(0x1p-31f, 255);
 // Else the largest element of a group would not be exact.
 static_assert(kExpAvgCodes.d * kExpAvgCodes.inverse_d == 1);
 static_assert(kExpAvgSqCodes.d * kExpAvgSqCodes.inverse_d == 1);

@@ -68,16 +68,18 @@ Thresholds ToNearest() {
 }  // namespace
 
 PackedThresholds::PackedThresholds(int64_t update_count) {
-  // Multiples of an irrational number are spread evenly between 0 and 1, and so are those of two, by
-  // update and by place (M. Roberts, 2018: the sequence R2).
-  uint32_t sequence = static_cast<uint32_t>(update_count) * 0xc13fa9a9u;
-  for (size_t i = 0; i < kPackedGroup; ++i, sequence += 0x91e10da5u) {
+  const auto value = [&](uint32_t number) {
+    // Of its place and its update a hash without any pattern: C. Wellons, "lowbias32", 2018.
+    uint32_t x = static_cast<uint32_t>(update_count) * (2 * kPackedGroup) + number;
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    x ^= x >> 16;
     // Neither 0 nor all, so that a value that is that of a code gets that code in spite of roundings.
-    const auto value = [](uint32_t bits) {
-      return static_cast<int32_t>(bits >> 23 << (kCodeShift - 9) | 1u << (kCodeShift - 10));
-    };
-    exp_avg[i] = value(sequence);
-    exp_avg_sq[i] = value(sequence + 0x80000000u);
+    return static_cast<int32_t>(x >> 23 << (kCodeShift - 9) | 1u << (kCodeShift - 10));
+  };
+  for (uint32_t i = 0; i < kPackedGroup; ++i) {
+    exp_avg[i] = value(2 * i);
+    exp_avg_sq[i] = value(2 * i + 1);
   }
 }
 

@@ -17,23 +17,24 @@
 // bits(master) = (bits(weights) << 16) + remainder, the remainder being signed.
 //
 // A code is a small float behind a threshold c, relative to the largest magnitude of a group of 64
-// consecutive elements of a parameter. F(q) is the fp32 number with the bits of c plus q << 19: 4 bits of
-// mantissa. So steps are equal below c, and 3% to 6% of the value above it. In fp32, each operation
-// rounded, P as in rules/arithmetic.h, for x in exp_avg (c = 2^-7, 127 codes and a sign) and exp_avg_sq
-// (c = 2^-15, 255 codes), with D = F(127) - c or F(255) - c:
+// consecutive elements of a parameter. F(q) is the fp32 number with the bits of c plus q << 20: 3 bits of
+// mantissa. So steps are equal below c, and 6% to 12% of the value above it. In fp32, each operation
+// rounded, P as in rules/arithmetic.h, for x in exp_avg (c = 2^-15, 127 codes and a sign) and exp_avg_sq
+// (c = 2^-31, 255 codes), with D = F(127) - c or F(255) - c:
 //
 //   a = max |x|                                  the scale
 //   y = |x| * (1 / max(a, 2^-126)) * D + c
-//   q = (bits(y) - bits(c) + u) >> 19            at least 1 for exp_avg_sq > 0
+//   q = (bits(y) - bits(c) + u) >> 20            at least 1 for exp_avg_sq > 0
 //   |x| = P((F(q) - c) * (1 / D) * a)
 //
-// The largest element of a group is exact. What is read, and stored to nearest (u = 2^18), is as it was.
+// The largest element of a group is exact. What is read, and stored to nearest (u = 2^19), is as it was.
+// Adam moves an element by about lr, however small its gradients are. So both moments need their range: in
+// this format an element's gradients may be 10^4 times smaller than others' in its group.
 //
-// In an update u differs by the update's number and the element's place in its group, and over updates
-// it is spread evenly over 2^19. Rounded to nearest, a moment whose change in an update is less
-// than half a step of its code would never change: exp_avg_sq changes by a thousandth with a beta2 of
-// 0.999. u is a function of the update alone, so its bits are the same
-// whoever makes it, and however often.
+// In an update u is a hash of the update's number and the element's place in its group, 0 to 2^20. Rounded
+// to nearest, a moment whose change in an update is less than half a step of its code would never change:
+// exp_avg_sq changes by a thousandth with a beta2 of 0.999. With u it changes as it should in the mean. u is
+// a function of the update alone, so its bits are the same whoever makes it, and however often.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_STATE_FORMAT_H_
 

@@ -53,7 +53,7 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint, bool convert_st
     if (saved.format != core_.layout.format(p) && !checkpoint.is_weights() && !convert_state) {
       return refuse("the state of ", saved.name, " is ", Name(saved.format),
                     " in the checkpoint and ", Name(core_.layout.format(p)),
-                    " in the job; load it with --convert-state");
+                    " in the job; ask for a conversion with --convert-state, or convert_state in Python");
     }
     if (seen[p]) return refuse("it lists ", saved.name, " twice");
     seen[p] = true;

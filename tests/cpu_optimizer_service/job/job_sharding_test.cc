@@ -297,19 +297,21 @@ JobSpec PackedSpec(const Sharding& sharding, StateFormat format, int64_t chunk_e
                    UpdateMode mode) {
   JobSpec spec;
   spec.name = absl::StrCat(sharding.name, "-", Name(format), "-", chunk_elements);
-  spec.groups = {{.name = "packed"}, {.name = "fp32"}};
+  spec.groups = {{.name = "packed"}, {.name = "fp32"}, {.name = "small"}};
   spec.groups[0].hyper_parameters.beta2 = 0.97;
   spec.update_mode = mode;
   LayoutSpec& layout = spec.layout;
   layout.world_size = sharding.world_size;
-  layout.group_count = 2;
+  layout.group_count = 3;
   layout.chunk_elements = chunk_elements;
   layout.mesh = sharding.mesh;
-  layout.states = {{.format = format}, {}};
+  layout.states = {{.format = format}, {}, {.format = format}};
   layout.parameters = {{.name = "wide", .shape = {12, 512}},
                        {.name = "bias", .shape = {77}},
                        {.name = "square", .shape = {64, 128}},
-                       {.name = "other", .shape = {12, 512}, .group = 1}};
+                       {.name = "other", .shape = {12, 512}, .group = 1},
+                       {.name = "small", .shape = {50, 7}, .group = 2}};
+  spec.groups[2].hyper_parameters.beta2 = 0.97;
   if (sharding.mesh.empty()) {
     EXPECT_TRUE(CutInBuckets(4096, layout).ok());
     return spec;

@@ -114,7 +114,7 @@ TEST(KeptJob, StoresARecordInTheBytesOfItsFormat) {
                   .ok());
   const std::string bytes = ReadStored(keeper, "record");
   EXPECT_EQ(bytes.size(), 3526u);
-  EXPECT_EQ(HashOf(bytes), "e153cfb1d1d56af25d497dee2bc6e9fb5fadb16ce075050f6c2b01788e922f95");
+  EXPECT_EQ(HashOf(bytes), "06de6bbfc8bb45a562c31c64d11d9897a04f6828d59c6036d202efad27f96cb5");
 }
 
 }  // namespace

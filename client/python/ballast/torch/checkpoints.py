@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import BallastError, FailedPreconditionError, InvalidArgumentError, NotFoundError
-from ..session import HyperParameters
+from ..session import PLANES, HyperParameters
 from .description import Described
 from .groups import check_trained_with, hyper_parameters_of
 from .moments import updates_in
+from .packed import GROUP, SCALES, shape_of, values_of
 
 if TYPE_CHECKING:
     from .remote import Remote
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 _LOCK = "lock"  # In a checkpoint that is being written.
 _VERSION = re.compile(r"step-\d+\.\d+(\.\d+)?")  # A checkpoint's name.
 State = "dict[str, Any] | str | os.PathLike"
@@ -107,7 +109,9 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
         if not path.is_file() or _crc32(path) != file["crc32"]:
             raise FailedPreconditionError(f"{path} does not match the checksum in index.json; use another checkpoint")
         files.setdefault(file["plane"], []).append((file, _read_safetensors(path)))
-    planes = {plane: _read_plane_files(index, of_plane) for plane, of_plane in files.items()}
+    stored = {plane: _read_plane_files(index, plane, of_plane) for plane, of_plane in files.items()}
+    planes = {plane: {parameter["name"]: values_of(stored, parameter, plane) for parameter in index["parameters"]
+                      if parameter["name"] in stored[plane]} for plane in stored.keys() & PLANES.keys()}
     if optimizer is None:
         return planes["master"], None
     state = torch.optim.Optimizer.state_dict(optimizer)
@@ -277,19 +281,21 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
     return index
 
 
-def _read_plane_files(index: dict[str, Any], files: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]) \
-        -> dict[str, torch.Tensor]:
-    """A plane from its files. Where several services have written them, "cut" says which elements of a tensor a file has:
+def _read_plane_files(index: dict[str, Any], stored: str,
+                      files: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """What is stored of a plane, from its files. Where several services have written them, "cut" says which elements of a tensor a file has:
     runs of [begin, elements, count, stride], count pieces of so many elements, each one stride behind the one before."""
-    shapes = {parameter["name"]: parameter["shape"] for parameter in index["parameters"]}
+    shapes = {parameter["name"]: shape_of(parameter, stored) for parameter in index["parameters"]}
+    group = GROUP if stored in SCALES else 1
     plane, left = {}, {}
     for file, tensors in files:
         for name, values in tensors.items():
             if name not in file.get("cut", {}):
                 plane[name] = values
                 continue
-            whole, at = plane.setdefault(name, values.new_full(shapes[name], math.nan)), 0
+            whole, at = plane.setdefault(name, values.new_zeros(shapes[name])), 0
             for begin, elements, count, stride in file["cut"][name]:
+                begin, elements, stride = begin // group, math.ceil(elements / group), stride // group
                 pieces = values[at:at + elements * count].view(count, elements)
                 whole.as_strided((count, elements), (stride or elements, 1), begin).copy_(pieces)
                 at += elements * count

@@ -65,7 +65,8 @@ class AdamW(Adam):
     """torch.optim.AdamW on a Ballast service.
 
     The arguments are torch's, and `options`, which all optimizers here have. Their defaults: service=None,
-    job="trainer", max_norm=None, update="wait", process_group=None, timeout=600.0, reconnect_timeout=60.0, full_state=None,
+    job="trainer", max_norm=None, update="wait", state="fp32",
+    state_fallback=False, process_group=None, timeout=600.0, reconnect_timeout=60.0, full_state=None,
     overlap=False, overlap_weights=False, accumulation_steps=None, module=None, keep_previous=False, on_abort="redo",
     on_write="error", newton_schulz=None, and None for tls_ca, tls_cert, tls_key and token_file. Another one is a TypeError.
 
@@ -78,6 +79,11 @@ class AdamW(Adam):
     of SGD, Lion, Adagrad, SignSGD or Muon here, and for "adam" that of AdamW. One job has all groups, with one norm. The rule,
     amsgrad, initial_accumulator_value, and whether momentum is 0 are fixed when the job is made. ValueError: there is
     no such rule, or it has no such hyper-parameter.
+
+    state: how the service stores it: "fp32", 12 bytes a parameter with the master weights, "bf16", 8 bytes, or "8bit", 6.2
+    bytes. Also a param group may say it. "bf16" takes a beta2 of at most 0.98; "8bit" is for the rule "adam" without
+    amsgrad. Master weights are fp32 in each. Parameters with one dimension or fewer than 4,096 elements have fp32 state.
+    state_fallback: so have parameters whose shards cut groups of 64 elements; else the service refuses them.
 
     service: "host:port" or "unix:/path". Several services hold the job together: "a:7070,b:7070" or a list, the same
     on all ranks. Each gets consecutive ranks in even shares. "node": each rank uses the lasting service of its node, at
