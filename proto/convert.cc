@@ -436,9 +436,9 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
     spec.groups.push_back(std::move(from));
     BALLAST_ASSIGN_OR_RETURN(
         const StateFormat format,
-        EnumOrFirst<StateFormat>(group.state(),
-                                 absl::StrCat("group '", group.name().substr(0, kMaxGroupNameBytes),
-                                              "': state")));
+        EnumOrFirst<StateFormat>(
+            group.state(),
+            absl::StrCat("group '", group.name().substr(0, kMaxGroupNameBytes), "': state")));
     spec.layout.states.push_back({.format = format, .fallback = group.state_fallback()});
   }
   if (std::ranges::count(spec.layout.states, StateSpec()) == job.groups_size()) {

@@ -207,8 +207,8 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
     BALLAST_ASSIGN_OR_RETURN(job.groups.emplace_back(), ReadGroup(group));
     BALLAST_ASSIGN_OR_RETURN(job.layout.states.emplace_back(), ReadState(group));
   }
-  const bool any = std::ranges::any_of(
-      job.layout.states, [](const StateSpec& state) { return state != StateSpec(); });
+  const bool any = std::ranges::any_of(job.layout.states,
+                                       [](const StateSpec& state) { return state != StateSpec(); });
   if (!any) job.layout.states.clear();
   job.layout.world_size = given.world_size;
   job.layout.group_count = static_cast<int>(given.group_count);

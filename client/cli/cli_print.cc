@@ -5,8 +5,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/text/amounts.h"
@@ -101,11 +101,11 @@ std::string GroupsText(const v1::Job& job) {
                   Name(group.wire_dtype()), Name(group.return_dtype()), Name(group.state())});
     table.Add(std::move(cells));
     if (group.in_fp32().empty()) continue;
-    absl::StrAppend(&fell_back,
-                    FormatNames(absl::StrCat("in fp32 in group ", proto::BareName(group.name()),
-                                             ", because shards cut groups of 64 elements:"),
-                                std::vector<std::string>(group.in_fp32().begin(),
-                                                         group.in_fp32().end())));
+    absl::StrAppend(
+        &fell_back,
+        FormatNames(absl::StrCat("in fp32 in group ", proto::BareName(group.name()),
+                                 ", because shards cut groups of 64 elements:"),
+                    std::vector<std::string>(group.in_fp32().begin(), group.in_fp32().end())));
   }
   return table.ToString() + fell_back;
 }

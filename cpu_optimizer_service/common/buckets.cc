@@ -43,7 +43,8 @@ std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int w
 }
 
 absl::Status CutInBuckets(int64_t bucket_elements, LayoutSpec& layout) {
-  const std::vector<Bucket> buckets = MakeBuckets(FlatElements(layout), layout.world_size, bucket_elements);
+  const std::vector<Bucket> buckets =
+      MakeBuckets(FlatElements(layout), layout.world_size, bucket_elements);
   // Counted before they are made: of buckets there are few, but each may be cut for every rank.
   int64_t ranges = 0;
   for (const Bucket& bucket : buckets) {

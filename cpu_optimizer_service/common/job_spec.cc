@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -170,9 +169,9 @@ absl::Status Validate(const JobSpec& spec) {
         Annotate(Validate(group.hyper_parameters), absl::StrCat("group ", group.name)));
   }
   for (int group = 0; group < spec.layout.group_count; ++group) {
-    BALLAST_RETURN_IF_ERROR(Annotate(CheckStateFormat(spec.groups[group].hyper_parameters,
-                                                      spec.layout.state(group).format),
-                                     absl::StrCat("group ", spec.groups[group].name)));
+    BALLAST_RETURN_IF_ERROR(Annotate(
+        CheckStateFormat(spec.groups[group].hyper_parameters, spec.layout.state(group).format),
+        absl::StrCat("group ", spec.groups[group].name)));
   }
   return CheckMatrices(spec);
 }

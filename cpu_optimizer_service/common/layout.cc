@@ -405,9 +405,8 @@ absl::Status Layout::CutShards() {
             {.parameter = parameter, .begin = space.elements, .elements = elements});
         // The sum is rounded after each shard: the next one begins aligned, and so does the space's
         // end.
-        space.elements =
-            RoundUp(space.elements + elements,
-                    spec_.is_packed(group) ? kPackedGroup : kShardAlignmentElements);
+        space.elements = RoundUp(space.elements + elements,
+                                 spec_.is_packed(group) ? kPackedGroup : kShardAlignmentElements);
       }
       // The count fits an int here: it was checked at the end of the last turn.
       space.first_chunk = static_cast<int>(chunk_count);
@@ -450,17 +449,17 @@ int64_t Layout::CountChunks(const Space& space, int64_t begin, int64_t end) cons
 }
 
 void Layout::AddChunks(int rank, int group, int64_t begin, int64_t end) {
-  VisitFormats(
-      SpaceOf(rank, group), begin, end, [&](int64_t first, int64_t until, StateFormat format) {
-        for (; first < until; first += spec_.chunk_elements) {
-          chunks_of_rank_[rank].push_back(static_cast<int>(chunks_.size()));
-          chunks_.push_back({.group = group,
-                             .begin = first,
-                             .elements = std::min(spec_.chunk_elements, until - first),
-                             .rank = rank,
-                             .format = format});
-        }
-      });
+  VisitFormats(SpaceOf(rank, group), begin, end,
+               [&](int64_t first, int64_t until, StateFormat format) {
+                 for (; first < until; first += spec_.chunk_elements) {
+                   chunks_of_rank_[rank].push_back(static_cast<int>(chunks_.size()));
+                   chunks_.push_back({.group = group,
+                                      .begin = first,
+                                      .elements = std::min(spec_.chunk_elements, until - first),
+                                      .rank = rank,
+                                      .format = format});
+                 }
+               });
 }
 
 int Layout::ChunkIn(const Space& space, int64_t element) const {

@@ -34,7 +34,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/packed/state_format.h"
+#include "cpu_optimizer_service/common/plane.h"
 #include "cpu_optimizer_service/common/sharding.h"
 
 namespace ballast {
@@ -105,7 +105,9 @@ struct LayoutSpec {
 
   bool operator==(const LayoutSpec&) const = default;
 
-  StateSpec state(int group) const { return group < static_cast<int>(states.size()) ? states[group] : StateSpec(); }
+  StateSpec state(int group) const {
+    return group < static_cast<int>(states.size()) ? states[group] : StateSpec();
+  }
   bool is_packed(int group) const { return state(group).format != StateFormat::kFloat32; }
 };
 

@@ -94,6 +94,12 @@ absl::Status Validate(const HyperParameters& values);
 // does not have, or one that decides which planes there are.
 absl::Status ValidateChanges(const HyperParameters& values, const HyperParameterOverrides& changes);
 
+// INVALID_ARGUMENT: the rule, or one of its options, has no state in that format. Of bf16 it is a
+// beta2 above kMostBeta2OfBFloat16: exp_avg_sq then changes by less than half a step of bf16 in an
+// update, and stays where it is.
+inline constexpr double kMostBeta2OfBFloat16 = 0.98;
+absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format);
+
 // The planes of a group, ascending.
 PlaneList PlanesOf(const HyperParameters& values);
 inline bool HasPlane(const HyperParameters& values, Plane plane) {

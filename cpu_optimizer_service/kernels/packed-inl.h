@@ -1,4 +1,4 @@
-// Updates of packed state (common/packed/state_format.h): a turn is unpacked, computed by the kernel of its
+// Updates of packed state (common/packed/codes.h): a turn is unpacked, computed by the kernel of its
 // rule (turns-inl.h), and packed. Included once per instruction set.
 #if defined(BALLAST_CPU_OPTIMIZER_SERVICE_PACKED_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BALLAST_CPU_OPTIMIZER_SERVICE_PACKED_INL_H_
@@ -52,8 +52,8 @@ using IntVec = hn::Vec<IntTag>;
 HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) {
   const FloatTag d;
   const IntVec bits = hn::Add(hn::ShiftLeft<kCodeShift>(codes), hn::Set(IntTag(), table.c_bits));
-  const FloatVec part = hn::Mul(hn::Sub(hn::BitCast(d, bits), hn::Set(d, table.c)),
-                                hn::Set(d, table.inverse_d));
+  const FloatVec part =
+      hn::Mul(hn::Sub(hn::BitCast(d, bits), hn::Set(d, table.c)), hn::Set(d, table.inverse_d));
   return hn::Mul(part, hn::Set(d, scale));
 }
 
@@ -136,8 +136,8 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from, const void* gradient
       }
     }
     Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, large);
-    ForEachPlace<Kernel>(
-        [&](auto place) HWY_ATTR { hn::Store(planes[place], d, values.planes[place] + i); });
+    ForEachPlace<Kernel>([&](auto place)
+                             HWY_ATTR { hn::Store(planes[place], d, values.planes[place] + i); });
     if constexpr (kFormat == StateFormat::k8Bit) {
       largest = hn::Max(largest, hn::Abs(planes[1]));
       largest_sq = hn::Max(largest_sq, planes[2]);
@@ -190,7 +190,8 @@ HWY_INLINE void StoreShard(const float* values, size_t elements, void* shard, bo
   }
 }
 
-HWY_INLINE void StoreWeights(const uint16_t* weights, size_t elements, uint16_t* shard, bool stream) {
+HWY_INLINE void StoreWeights(const uint16_t* weights, size_t elements, uint16_t* shard,
+                             bool stream) {
   const hn::ScalableTag<uint16_t> d;
   for (size_t i = 0; i < elements; i += hn::Lanes(d)) {
     if (stream) {
@@ -212,7 +213,8 @@ HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& t
   const auto compute = [&]<bool kCareful>(std::bool_constant<kCareful>) HWY_ATTR {
     return ComputePackedTurn<Kernel, kFormat, kGradient, kCareful>(from, gradient, s, values);
   };
-  if (careful_turns == 0 && !compute(std::false_type())) careful_turns = kCarefulElements / kElements;
+  if (careful_turns == 0 && !compute(std::false_type()))
+    careful_turns = kCarefulElements / kElements;
   if (careful_turns > 0) {
     compute(std::true_type());
     --careful_turns;

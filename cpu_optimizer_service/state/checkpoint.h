@@ -52,7 +52,7 @@ class Checkpoint {
   // Values, in any format.
   absl::Status Read(const std::string& parameter, Plane plane, int64_t offset,
                     absl::Span<float> out) const;
-  // What is stored (packed/state_format.h), from its number `first` on.
+  // What is stored (packed/codes.h), from its number `first` on.
   absl::Status ReadStored(const std::string& parameter, Plane stored, int64_t first,
                           absl::Span<std::byte> out) const;
   StateFormat format(const std::string& parameter) const;

@@ -25,7 +25,8 @@ constexpr char kSuffix[] = ".safetensors";
 constexpr int kVersion = 1;
 
 StoredPlanes PlanesOf(const CheckpointIndex& index, const CheckpointIndex::Parameter& parameter) {
-  const auto group = std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);
+  const auto group =
+      std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);
   if (group == index.groups.end()) return {};
   return StoredPlanesOf(PlanesOf(group->hyper_parameters), parameter.format);
 }

@@ -36,8 +36,8 @@ struct CheckpointIndex {
     StateFormat format = StateFormat::kFloat32;
   };
   struct File {
-    Plane plane = Plane::kMaster;  // Of those that are stored (packed/state_format.h), as below.
-    std::string name;  // In the checkpoint's directory.
+    Plane plane = Plane::kMaster;  // Of those that are stored (packed/codes.h), as below.
+    std::string name;              // In the checkpoint's directory.
     WrittenFile written;
     // By parameter: its elements in this file, if these are not all. The file has them, or their scales,
     // as a tensor of one dimension.

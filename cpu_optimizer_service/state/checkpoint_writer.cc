@@ -114,13 +114,13 @@ absl::Status CheckpointWriter::WritePart(int part, StoredReader read) {
           out.remove_prefix(bytes);
         });
   };
-  BALLAST_ASSIGN_OR_RETURN(
-      files_[part], WriteTensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
-                                 [&](int tensor, int64_t offset, absl::Span<std::byte> out) {
-                                   read_piece(tensor, offset, out);
-                                   progress.Count(static_cast<int64_t>(out.size()));
-                                   return absl::OkStatus();
-                                 }));
+  BALLAST_ASSIGN_OR_RETURN(files_[part],
+                           WriteTensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
+                                        [&](int tensor, int64_t offset, absl::Span<std::byte> out) {
+                                          read_piece(tensor, offset, out);
+                                          progress.Count(static_cast<int64_t>(out.size()));
+                                          return absl::OkStatus();
+                                        }));
   // The file's flush at its end may take long, and its end is progress, too.
   progress.Count(0);
   return absl::OkStatus();

@@ -25,11 +25,11 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/named_memory.h"
-#include "cpu_optimizer_service/common/packed/slot.h"
 
 namespace ballast {
 

@@ -94,8 +94,8 @@ std::optional<TensorType> TypeOf(const json& name, SafetensorsFile::Take take) {
   const auto found = std::ranges::find(kTypeNames, name);
   if (found == kTypeNames.end()) return std::nullopt;
   const auto type = static_cast<TensorType>(found - kTypeNames.begin());
-  const bool taken = take == SafetensorsFile::Take::kWeights ? type <= TensorType::kF16
-                                                             : type != TensorType::kF16;
+  const bool taken =
+      take == SafetensorsFile::Take::kWeights ? type <= TensorType::kF16 : type != TensorType::kF16;
   return taken ? std::optional(type) : std::nullopt;
 }
 
@@ -135,8 +135,8 @@ absl::StatusOr<WrittenFile> WriteTensors(
       absl::MakeConstSpan(reinterpret_cast<const std::byte*>(header.data()), header.size())));
   // A tensor of any size goes through this one buffer, which is aligned for floats.
   std::vector<float> buffer(kBufferElements);
-  const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(buffer.data()),
-                                    buffer.size() * sizeof(float));
+  const auto bytes =
+      absl::MakeSpan(reinterpret_cast<std::byte*>(buffer.data()), buffer.size() * sizeof(float));
   for (int tensor = 0; tensor < static_cast<int>(tensors.size()); ++tensor) {
     const TensorEntry& entry = tensors[tensor];
     for (int64_t offset = 0; offset < entry.elements; offset += kBufferElements) {
@@ -223,8 +223,8 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
       return damaged(absl::StrCat("tensor ", name, " has no shape or offsets"));
     }
     Place place;
-    place.entry = {.name = name, .shape = shape.get<std::vector<int64_t>>(), .elements = 1,
-                   .type = *type};
+    place.entry = {
+        .name = name, .shape = shape.get<std::vector<int64_t>>(), .elements = 1, .type = *type};
     for (const int64_t size : place.entry.shape) {
       if (__builtin_mul_overflow(place.entry.elements, size, &place.entry.elements)) {
         return damaged(absl::StrCat("tensor ", name, " is too large"));
@@ -258,8 +258,7 @@ absl::Status SafetensorsFile::ReadBytes(const std::string& name, int64_t offset,
   const auto elements = static_cast<int64_t>(out.size()) / size;
   if (offset < 0 || elements > place.entry.elements - offset) {
     return absl::OutOfRangeError(absl::StrCat("tensor ", name, " has ", place.entry.elements,
-                                              " elements, asked for ", elements, " from ",
-                                              offset));
+                                              " elements, asked for ", elements, " from ", offset));
   }
   return file_->Read(place.begin + offset * size, out);
 }
@@ -268,9 +267,9 @@ absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset,
                                    absl::Span<float> out) const {
   const TensorType type = tensors_.at(name).entry.type;
   if (type == TensorType::kF32) {
-    return ReadBytes(name, offset,
-                     absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()),
-                                    out.size() * sizeof(float)));
+    return ReadBytes(
+        name, offset,
+        absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()), out.size() * sizeof(float)));
   }
   std::vector<std::byte> read(out.size() * SizeBytes(type));
   BALLAST_RETURN_IF_ERROR(ReadBytes(name, offset, absl::MakeSpan(read)));
@@ -325,9 +324,8 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
       }
       for (int64_t e = 0; e < elements && !all_good && !contents.bad.has_value(); ++e) {
         if (is_good(at(e))) continue;
-        contents.bad = Element{.tensor = entry.name,
-                               .element = (begin - places[i]->begin) / size + e,
-                               .value = at(e)};
+        contents.bad = Element{
+            .tensor = entry.name, .element = (begin - places[i]->begin) / size + e, .value = at(e)};
       }
     }
     offset += bytes;

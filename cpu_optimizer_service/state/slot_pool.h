@@ -19,10 +19,10 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
-#include "cpu_optimizer_service/common/packed/slot.h"
 
 namespace ballast {
 

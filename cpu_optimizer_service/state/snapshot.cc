@@ -43,7 +43,7 @@ void Snapshot::Read(int parameter, Plane plane, int64_t offset, absl::Span<float
 void Snapshot::ReadStored(int parameter, Plane stored, int64_t first,
                           absl::Span<std::byte> out) const {
   CopyStoredOut(*layout_, parameter, stored, first, out,
-              [&](int chunk) -> const Slot& { return pins_.at(chunk).slot(); });
+                [&](int chunk) -> const Slot& { return pins_.at(chunk).slot(); });
 }
 
 PlaneSummary Summarize(const Snapshot& snapshot, int parameter,

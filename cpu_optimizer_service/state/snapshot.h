@@ -32,7 +32,7 @@ class Snapshot {
   // Elements [offset, offset + out.size()) of a plane of one of the snapshot's parameters. The
   // range must lie within the parameter, and the plane must exist.
   void Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
-  // What is stored of it (packed/state_format.h), from its number `first` on.
+  // What is stored of it (packed/codes.h), from its number `first` on.
   void ReadStored(int parameter, Plane stored, int64_t first, absl::Span<std::byte> out) const;
 
  private:

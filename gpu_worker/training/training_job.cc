@@ -65,8 +65,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   // Partitions follow the buckets, so that a rank's part of each reduce-scatter is whole chunks of
   // its own.
   std::vector<Bucket> buckets =
-      MakeBuckets(FlatElements(spec.layout), options.world_size,
-                  options.bucket_elements);
+      MakeBuckets(FlatElements(spec.layout), options.world_size, options.bucket_elements);
   spec.layout.partitions = PartitionsOf(buckets, options.world_size);
   BALLAST_RETURN_IF_ERROR(Validate(spec));
 

@@ -32,7 +32,7 @@ ALLOWED_ROOMS = {("gpu_worker/muon", "cpu_optimizer_service/kernels")}
 ROOMS = {
     "cpu_optimizer_service": ("front", "job/impl", "job/update", "job/state", "job/kept", "job/members", "job/core", "job", "job/step",
                               "state", "gradients", "kernels", "host", "common/history",
-                              "common/plan", "common/rules", "common/norm", "common/text", "common/system", "common/limits",
+                              "common/plan", "common/packed", "common/rules", "common/norm", "common/text", "common/system", "common/limits",
                               "common"),
     "server": ("ballastd", "holder", "status", "jobs", "cluster", "members", "train", "shared_memory", "front", "access"),
     "client": ("cli/support", "cli", "cli/terminal", "c_api", "tensors", "calls", "session", "transport", "front"),

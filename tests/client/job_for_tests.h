@@ -28,8 +28,7 @@ inline JobSpec SmallJob(const std::string& name, int world_size) {
                            {.name = "h.0.b", .shape = {7}, .group = 1}};
   job.layout.chunk_elements = kBlockElements;
   job.layout.partitions = PartitionsOf(
-      MakeBuckets(FlatElements(job.layout), world_size, 2 * kBlockElements),
-      world_size);
+      MakeBuckets(FlatElements(job.layout), world_size, 2 * kBlockElements), world_size);
   return job;
 }
 

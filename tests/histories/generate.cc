@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "tests/histories/random.h"
 

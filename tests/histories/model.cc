@@ -39,8 +39,8 @@ void Model::ForgetMoments(const ParameterPlan& parameter, ParameterState& state)
 
 void Model::Settle(const ParameterPlan& parameter, ParameterState& state) const {
   if (format(parameter) == StateFormat::kFloat32) return;
-  const PackedParameter packed(
-      PlanesOf(job_.groups[parameter.group].hyper_parameters), format(parameter), parameter.elements);
+  const PackedParameter packed(PlanesOf(job_.groups[parameter.group].hyper_parameters),
+                               format(parameter), parameter.elements);
   for (auto& [plane, values] : state.planes) {
     WritePlane(packed.slot(), plane, 0, values);
     values = packed.Read(plane);

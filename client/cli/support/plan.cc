@@ -107,8 +107,7 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
     spec.layout.parameters.push_back(
         {.name = absl::StrCat("p", spec.layout.parameters.size()), .shape = std::move(shape)});
   };
-  const bool are_matrices =
-      HasTwoRounds(group.hyper_parameters.rule) || spec.layout.is_packed(0);
+  const bool are_matrices = HasTwoRounds(group.hyper_parameters.rule) || spec.layout.is_packed(0);
   for (int64_t begin = 0; begin < *count; begin += kParameterElements) {
     const int64_t elements = std::min(kParameterElements, *count - begin);
     if (!are_matrices) {

@@ -1,5 +1,42 @@
-// The codes of packed state (state_format.h), one element at a time: the specification. The mode of
-// floating point does not show in them.
+// The formats of a group's state, and their codes, one element at a time: the specification. The values
+// are the same planes in each format; what is stored of them differs:
+//
+//               master                        moments
+//   fp32        fp32                          fp32
+//   bf16        bf16 weights, remainder       bf16
+//   8bit        bf16 weights, remainder       a code of 8 bits, and a scale for 64 elements
+//
+//   plane       stored                                              bytes an element
+//   master      bf16 weights: what is published                     2
+//               master_remainder: 16 bits, so that master is fp32   2
+//   a moment    bf16: rounded to nearest, ties to even              2
+//   exp_avg     8bit: int8, and exp_avg_scale in fp32               1 + 1/16
+//   exp_avg_sq  8bit: uint8, and exp_avg_sq_scale in fp32           1 + 1/16
+//
+// The weights are the master rounded to nearest, ties away from zero, so that
+// bits(master) = (bits(weights) << 16) + remainder, the remainder being signed.
+//
+// A code is a small float behind a threshold c, relative to the largest magnitude of a group of 64
+// consecutive elements of a parameter. F(q) is the fp32 number with the bits of c plus q << 20: 3 bits of
+// mantissa. So steps are equal below c, and 6% to 12% of the value above it. In fp32, each operation
+// rounded, P as in rules/arithmetic.h, for x in exp_avg (c = 2^-15, 127 codes and a sign) and exp_avg_sq
+// (c = 2^-31, 255 codes), with D = F(127) - c or F(255) - c:
+//
+//   a = max |x|                                  the scale
+//   y = |x| * (1 / max(a, 2^-126)) * D + c
+//   q = (bits(y) - bits(c) + u) >> 20            at least 1 for exp_avg_sq > 0
+//   |x| = P((F(q) - c) * (1 / D) * a)
+//
+// The largest element of a group is exact. What is read, and stored to nearest (u = 2^19), is as it was.
+// Adam moves an element by about lr, however small its gradients are. So both moments need their range: in
+// this format an element's gradients may be 10^4 times smaller than others' in its group.
+//
+// In an update u is a hash of the update's number and the element's place in its group, 0 to 2^20. Rounded
+// to nearest, a moment whose change in an update is less than half a step of its code would never change:
+// exp_avg_sq changes by a thousandth with a beta2 of 0.999. With u it changes as it should in the mean. u is
+// a function of the update alone, so its bits are the same whoever makes it, and however often.
+//
+// The mode of floating point does not show in any of it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_CODES_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_CODES_H_
 
@@ -10,7 +47,7 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "cpu_optimizer_service/common/packed/state_format.h"
+#include "cpu_optimizer_service/common/plane.h"
 #include "cpu_optimizer_service/common/rules/arithmetic.h"
 
 namespace ballast {
@@ -87,7 +124,9 @@ inline float UnpackExpAvg(int8_t code, float scale) {
 inline uint8_t PackExpAvgSq(float v, float factor, int32_t u) {
   return static_cast<uint8_t>(std::max(kExpAvgSqCodes.Code(v, factor, u), v > 0 ? 1 : 0));
 }
-inline float UnpackExpAvgSq(uint8_t code, float scale) { return P(kExpAvgSqCodes.Value(code, scale)); }
+inline float UnpackExpAvgSq(uint8_t code, float scale) {
+  return P(kExpAvgSqCodes.Value(code, scale));
+}
 
 }  // namespace ballast
 

@@ -83,23 +83,6 @@ PackedThresholds::PackedThresholds(int64_t update_count) {
   }
 }
 
-absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format) {
-  const auto refuse = [&](const auto&... why) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("state ", Name(format), " is not for ", RowOf(values.rule).name, why...));
-  };
-  if (format == StateFormat::kFloat32) return absl::OkStatus();
-  if (HasTwoRounds(values.rule)) return refuse("; use fp32");
-  if (format == StateFormat::k8Bit) {
-    if (values.rule != Rule::kAdam) return refuse(", only for adam; use bf16 or fp32");
-    if (values.amsgrad) return refuse(" with amsgrad; use bf16 or fp32");
-  } else if (HasPlane(values, Plane::kExpAvgSq) && values.beta2 > kMostBeta2OfBFloat16) {
-    return refuse(" with beta2 ", values.beta2, ": above ", kMostBeta2OfBFloat16,
-                  " exp_avg_sq would not follow the gradients; use 8bit or fp32");
-  }
-  return absl::OkStatus();
-}
-
 StateBounds BoundsStored(StateBounds bounds, StateFormat format) {
   if (format == StateFormat::kFloat32) return bounds;
   // A step of bf16, and more than the roundings of a code.
@@ -164,8 +147,8 @@ void UpdatePackedReference(const PackedRun& run) {
   for (int64_t i = 0; i < run.rule.elements; i += kPackedGroup) {
     RuleRun group = run.rule;
     group.elements = std::min(kPackedGroup, run.rule.elements - i);
-    group.gradient = static_cast<const std::byte*>(run.rule.gradient) +
-                     i * SizeBytes(run.rule.gradient_dtype);
+    group.gradient =
+        static_cast<const std::byte*>(run.rule.gradient) + i * SizeBytes(run.rule.gradient_dtype);
     group.shard = nullptr;
     for (size_t place = 0; place < planes.size(); ++place) {
       group.from[place] = group.to[place] = values[place];

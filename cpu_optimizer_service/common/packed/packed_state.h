@@ -1,23 +1,16 @@
-// State in the formats of state_format.h: read and written as fp32 values, and updated.
+// State in the formats of codes.h: read and written as fp32 values, and updated.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PACKED_PACKED_STATE_H_
 
 #include <cmath>
 #include <cstdint>
 
-#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/packed/slot.h"
 #include "cpu_optimizer_service/common/rule.h"
 
 namespace ballast {
-
-// INVALID_ARGUMENT: the rule, or one of its options, has no state in that format. Of bf16 it is a
-// beta2 above kMostBeta2OfBFloat16: exp_avg_sq then changes by less than half a step of bf16 in an
-// update, and stays where it is.
-inline constexpr double kMostBeta2OfBFloat16 = 0.98;
-absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format);
 
 // A larger moment in a packed format counts as not finite: the reciprocal of its scale is no normal
 // number.

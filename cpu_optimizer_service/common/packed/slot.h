@@ -5,12 +5,11 @@
 #include <array>
 
 #include "cpu_optimizer_service/common/check.h"
-#include "cpu_optimizer_service/common/packed/state_format.h"
 #include "cpu_optimizer_service/common/plane.h"
 
 namespace ballast {
 
-// By kind; those that the chunk does not have are null. Elements are of the format (state_format.h).
+// By kind; those that the chunk does not have are null. Elements are of the format (codes.h).
 struct Slot {
   std::array<void*, kStoredPlaneKinds> planes = {};
   StateFormat format = StateFormat::kFloat32;

@@ -66,6 +66,23 @@ absl::Status ValidateChanges(const HyperParameters& values,
       "create the job with the other kind");
 }
 
+absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format) {
+  const auto refuse = [&](const auto&... why) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("state ", Name(format), " is not for ", RowOf(values.rule).name, why...));
+  };
+  if (format == StateFormat::kFloat32) return absl::OkStatus();
+  if (HasTwoRounds(values.rule)) return refuse("; use fp32");
+  if (format == StateFormat::k8Bit) {
+    if (values.rule != Rule::kAdam) return refuse(", only for adam; use bf16 or fp32");
+    if (values.amsgrad) return refuse(" with amsgrad; use bf16 or fp32");
+  } else if (HasPlane(values, Plane::kExpAvgSq) && values.beta2 > kMostBeta2OfBFloat16) {
+    return refuse(" with beta2 ", values.beta2, ": above ", kMostBeta2OfBFloat16,
+                  " exp_avg_sq would not follow the gradients; use 8bit or fp32");
+  }
+  return absl::OkStatus();
+}
+
 PlaneList PlanesOf(const HyperParameters& values) { return RowOf(values.rule).planes(values); }
 
 std::string NamesOf(PlaneList planes) {

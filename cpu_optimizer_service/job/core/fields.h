@@ -114,8 +114,7 @@ void Fields(Each&& each, StateSpec& v) {
 }
 template <typename Each>
 void Fields(Each&& each, LayoutSpec& v) {
-  each(v.world_size, v.group_count, v.parameters, v.mesh, v.partitions, v.chunk_elements,
-       v.states);
+  each(v.world_size, v.group_count, v.parameters, v.mesh, v.partitions, v.chunk_elements, v.states);
 }
 template <typename Each>
 void Fields(Each&& each, GroupSpec& v) {

@@ -410,10 +410,9 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
     machine_.Added(chunk, found.next_micro_step, found.closed);
   }
   LanePool& lanes = journal_.kept()->sum_lanes();
-  if (!lanes.AllLeft(
-          [&](const RedoLane& lane) {
-            return Fits(lane, core_.layout, [](const Chunk&) { return kSumTurnElements; });
-          })) {
+  if (!lanes.AllLeft([&](const RedoLane& lane) {
+        return Fits(lane, core_.layout, [](const Chunk&) { return kSumTurnElements; });
+      })) {
     return NotAsStored(journal_.kept()->arenas().WhatIs("sums"));
   }
   lanes.KeepLeft([&](const RedoLane& lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {

@@ -393,17 +393,16 @@ std::string Encode(const LeadWord& word) { return EncodeAny(word); }
 absl::StatusOr<Follow> DecodeFollow(absl::string_view bytes) {
   BALLAST_ASSIGN_OR_RETURN(Follow follow, DecodeAny(bytes, Follow()));
   const JobSpec& spec = follow.spec;
-  const bool fits = spec.unused_policy <= UnusedPolicy::kZero &&
-                    spec.update_mode <= UpdateMode::kSpeculate && spec.on_abort <= OnAbort::kSkip &&
-                    std::ranges::all_of(spec.layout.states,
-                                        [](const StateSpec& state) {
-                                          return state.format <= StateFormat::k8Bit;
-                                        }) &&
-                    std::ranges::all_of(spec.groups, [](const GroupSpec& group) {
-                      return group.wire_dtype <= DType::kFloat32 &&
-                             group.return_dtype <= DType::kFloat32 &&
-                             static_cast<size_t>(group.hyper_parameters.rule) < Rules().size();
-                    });
+  const bool fits =
+      spec.unused_policy <= UnusedPolicy::kZero && spec.update_mode <= UpdateMode::kSpeculate &&
+      spec.on_abort <= OnAbort::kSkip &&
+      std::ranges::all_of(
+          spec.layout.states,
+          [](const StateSpec& state) { return state.format <= StateFormat::k8Bit; }) &&
+      std::ranges::all_of(spec.groups, [](const GroupSpec& group) {
+        return group.wire_dtype <= DType::kFloat32 && group.return_dtype <= DType::kFloat32 &&
+               static_cast<size_t>(group.hyper_parameters.rule) < Rules().size();
+      });
   if (fits) return follow;
   return WithReason(absl::InvalidArgumentError("a link of members has a description of no job"),
                     reason::kMalformedMessage);

@@ -51,9 +51,10 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint, bool convert_st
                     " in the job");
     }
     if (saved.format != core_.layout.format(p) && !checkpoint.is_weights() && !convert_state) {
-      return refuse("the state of ", saved.name, " is ", Name(saved.format),
-                    " in the checkpoint and ", Name(core_.layout.format(p)),
-                    " in the job; ask for a conversion with --convert-state, or convert_state in Python");
+      return refuse(
+          "the state of ", saved.name, " is ", Name(saved.format), " in the checkpoint and ",
+          Name(core_.layout.format(p)),
+          " in the job; ask for a conversion with --convert-state, or convert_state in Python");
     }
     if (seen[p]) return refuse("it lists ", saved.name, " twice");
     seen[p] = true;
@@ -83,8 +84,8 @@ absl::Status Loader::LoadValues(const Checkpoint& checkpoint, const ChunkPiece& 
     if (checkpoint.is_weights() && plane != Plane::kMaster) {
       std::ranges::fill(read, InitialValue(values, plane));
     } else {
-      BALLAST_RETURN_IF_ERROR(checkpoint.Read(parameter.name, plane, piece.parameter_offset,
-                                              absl::MakeSpan(read)));
+      BALLAST_RETURN_IF_ERROR(
+          checkpoint.Read(parameter.name, plane, piece.parameter_offset, absl::MakeSpan(read)));
     }
     if (const auto bad = FirstBadValue(plane, to.format, read); bad.has_value()) {
       return BadValue(absl::StrCat(Name(plane), " of ", parameter.name), plane, read[*bad],
@@ -119,7 +120,8 @@ absl::Status Loader::LoadChunk(const Checkpoint& checkpoint, int index) {
       const auto out = absl::MakeSpan(
           write.to.As<std::byte>(stored) + StoredBytes(chunk.format, stored, piece.chunk_offset),
           StoredBytes(chunk.format, stored, piece.elements));
-      status = checkpoint.ReadStored(name, stored, StoredCount(stored, piece.parameter_offset), out);
+      status =
+          checkpoint.ReadStored(name, stored, StoredCount(stored, piece.parameter_offset), out);
     }
   }
   // Also after an error: a write in place cannot be dropped. The job is torn then, and only a load

@@ -81,7 +81,8 @@ void StateOrigin::Show() {
 absl::Status StateOrigin::CheckFirst(int index, Plane plane, absl::Span<const float> values) const {
   const std::string what = absl::StrCat("first ", plane == Plane::kMaster ? "weights" : Name(plane),
                                         " of chunk ", index, " have ");
-  if (const std::optional<int64_t> bad = FirstBadValue(plane, core_.layout.chunks()[index].format, values);
+  if (const std::optional<int64_t> bad =
+          FirstBadValue(plane, core_.layout.chunks()[index].format, values);
       bad.has_value()) {
     const ChunkPiece at = core_.layout.PieceAt(index, *bad);
     if (at.parameter == -1) {
@@ -267,8 +268,8 @@ absl::Status StateOrigin::ChooseInherited(const CheckpointIndex& index) {
     }
     if (!difference.empty()) {
       return absl::FailedPreconditionError(
-          absl::StrCat("job ", core_.spec().name, " cannot be derived from its source: ",
-                       difference, "; give it the same"));
+          absl::StrCat("job ", core_.spec().name,
+                       " cannot be derived from its source: ", difference, "; give it the same"));
     }
     inherited_[p] = true;
   }

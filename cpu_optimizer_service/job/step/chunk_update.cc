@@ -193,8 +193,8 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
       const float* const values = slot[plane] + offset;
       largest[place] = std::max(largest[place], LargestBits(values, elements));
       if (Holds(format, plane, std::bit_cast<float>(largest[place]))) continue;
-      const float* const found =
-          std::find_if(values, values + elements, [&](float x) { return !Holds(format, plane, x); });
+      const float* const found = std::find_if(values, values + elements,
+                                              [&](float x) { return !Holds(format, plane, x); });
       const int64_t element = begin + (found - values);
       // The first element, so that the reason does not depend on how a parameter is cut.
       if (trial.non_finite.has_value() && trial.non_finite->element <= element) continue;

@@ -22,9 +22,9 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
-#include "cpu_optimizer_service/common/packed/slot.h"
 
 namespace ballast {
 

@@ -85,9 +85,7 @@ JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
   spec.layout.group_count = static_cast<int>(options.groups);
   // A rank's shard of a bucket is a whole chunk.
   spec.layout.partitions =
-      PartitionsOf(MakeBuckets(FlatElements(spec.layout), ranks,
-                               kMaxChunkElements * ranks),
-                   ranks);
+      PartitionsOf(MakeBuckets(FlatElements(spec.layout), ranks, kMaxChunkElements * ranks), ranks);
   return spec;
 }
 

@@ -231,8 +231,7 @@ TEST_P(SessionTest, AJobThatDoesNotFitIsRefused) {
   JobSpec job = SmallJob("large", 1);
   job.layout.parameters[0].shape = {1 << 28};
   job.layout.chunk_elements = kMaxChunkElements;
-  job.layout.partitions =
-      PartitionsOf(MakeBuckets(FlatElements(job.layout), 1, 1 << 20), 1);
+  job.layout.partitions = PartitionsOf(MakeBuckets(FlatElements(job.layout), 1, 1 << 20), 1);
   const absl::Status status = Join(job, 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
 }

@@ -203,8 +203,8 @@ class TightMemoryTest : public ProvisionalWeightsTest {
   absl::Status OpenWithTooLittle() {
     options_.job.layout.parameters[0].shape = {int64_t{1} << 31};
     options_.job.layout.chunk_elements = kMaxChunkElements;
-    options_.job.layout.partitions = PartitionsOf(
-        MakeBuckets(FlatElements(options_.job.layout), 1, kMaxChunkElements), 1);
+    options_.job.layout.partitions =
+        PartitionsOf(MakeBuckets(FlatElements(options_.job.layout), 1, kMaxChunkElements), 1);
     const ScopedAddressLimit tight(int64_t{1} << 30);
     testing::internal::CaptureStderr();
     const absl::Status opened = Open();

@@ -205,12 +205,10 @@ TEST(Buckets, SplitAmongRanksAtBlockEdgesForAnyWorldSize) {
 LayoutSpec PackedSpec() {
   LayoutSpec spec;
   spec.group_count = 2;
-  spec.parameters = {{.name = "a", .shape = {100, 50}},
-                     {.name = "bias", .shape = {5000}},
-                     {.name = "scale", .shape = {3}},
-                     {.name = "b", .shape = {64, 64}},
-                     {.name = "small", .shape = {63, 65}},
-                     {.name = "other", .shape = {64, 64}, .group = 1}};
+  spec.parameters = {
+      {.name = "a", .shape = {100, 50}},    {.name = "bias", .shape = {5000}},
+      {.name = "scale", .shape = {3}},      {.name = "b", .shape = {64, 64}},
+      {.name = "small", .shape = {63, 65}}, {.name = "other", .shape = {64, 64}, .group = 1}};
   spec.states = {{.format = StateFormat::k8Bit}, {}};
   EXPECT_TRUE(CutInBuckets(1 << 20, spec).ok());
   return spec;
@@ -222,10 +220,10 @@ TEST(Layout, GivesEachChunkOneFormat) {
   for (const Chunk& chunk : layout.chunks()) {
     if (chunk.group == 0) chunks.emplace_back(chunk.begin, chunk.format);
   }
-  EXPECT_THAT(chunks, ElementsAre(std::pair(0, StateFormat::k8Bit),
-                                  std::pair(5120, StateFormat::kFloat32),
-                                  std::pair(10496, StateFormat::k8Bit),
-                                  std::pair(14592, StateFormat::kFloat32)));
+  EXPECT_THAT(
+      chunks,
+      ElementsAre(std::pair(0, StateFormat::k8Bit), std::pair(5120, StateFormat::kFloat32),
+                  std::pair(10496, StateFormat::k8Bit), std::pair(14592, StateFormat::kFloat32)));
   EXPECT_EQ(layout.format(0), StateFormat::k8Bit);
   for (const int in_fp32 : {1, 2, 4, 5}) {
     EXPECT_EQ(layout.format(in_fp32), StateFormat::kFloat32) << in_fp32;

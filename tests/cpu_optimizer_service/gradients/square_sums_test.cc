@@ -37,8 +37,7 @@ LayoutSpec Spec(const Values& values, const Cut& cut) {
                                .shape = {static_cast<int64_t>(parameter.size())}});
   }
   spec.partitions = PartitionsOf(
-      MakeBuckets(FlatElements(spec), cut.world_size, cut.bucket_elements),
-      cut.world_size);
+      MakeBuckets(FlatElements(spec), cut.world_size, cut.bucket_elements), cut.world_size);
   return spec;
 }
 

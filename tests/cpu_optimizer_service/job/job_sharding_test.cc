@@ -73,9 +73,8 @@ JobSpec Spec(const Sharding& sharding, int64_t chunk_elements = kMaxChunkElement
                        {.name = "cube", .shape = {3, 50, 7}, .group = 2},
                        {.name = "frozen", .shape = {9}, .trainable = false}};
   if (sharding.mesh.empty()) {
-    layout.partitions =
-        PartitionsOf(MakeBuckets(FlatElements(layout), sharding.world_size, 4096),
-                     sharding.world_size);
+    layout.partitions = PartitionsOf(MakeBuckets(FlatElements(layout), sharding.world_size, 4096),
+                                     sharding.world_size);
     return spec;
   }
   for (ParameterSpec& parameter : layout.parameters) {

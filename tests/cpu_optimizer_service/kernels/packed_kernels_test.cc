@@ -169,7 +169,8 @@ struct Update {
     std::mt19937 random(seed);
     for (int64_t i = 0; i < c.elements; ++i) {
       // Finite in fp16, too.
-      StoreElement(gradient.data(), c.gradient_dtype, i, std::clamp(NextValue(random), -1e4f, 1e4f));
+      StoreElement(gradient.data(), c.gradient_dtype, i,
+                   std::clamp(NextValue(random), -1e4f, 1e4f));
     }
     from.Fill(seed + 1);
     run = {.rule = {.elements = c.elements,

@@ -1,4 +1,4 @@
-"""State in fewer bytes, as a checkpoint has it: cpu_optimizer_service/common/packed/state_format.h has the formulas."""
+"""State in fewer bytes, as a checkpoint has it: cpu_optimizer_service/common/packed/codes.h has the formulas."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@
 #include <future>
 #include <iterator>
 #include <memory>
-#include <set>
 #include <new>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -161,10 +161,9 @@ TEST_F(JobDeathTest, WhileAJobIsDerivedFromAnotherIsNotSeen) {
   std::vector<ParameterSpec>& parameters = training.derived.layout.parameters;
   parameters.erase(parameters.begin());
   parameters.push_back({.name = "new", .shape = {300}, .group = 0});
-  training.derived.layout.partitions =
-      PartitionsOf(MakeBuckets(FlatElements(training.derived.layout),
-                               training.derived.layout.world_size, 512),
-                   training.derived.layout.world_size);
+  training.derived.layout.partitions = PartitionsOf(
+      MakeBuckets(FlatElements(training.derived.layout), training.derived.layout.world_size, 512),
+      training.derived.layout.world_size);
   ExpectAmong(DieAtEachStore(training, 0, /*stride=*/2), {"a chunk's first weights"});
   DieAtEachStore(training, /*second=*/2, /*stride=*/7, /*in_directory=*/true);
 }

@@ -2,15 +2,19 @@
 """State in fewer bytes: state="8bit" and "bf16" of an optimizer, and of param groups."""
 
 import pathlib
+import sys
 import tempfile
 import unittest
 
 import torch
-import ranks_for_tests  # noqa: F401  It makes the package and the tests' support known.
 
-import ballast
-import ballast.torch
-from messages import refused
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import ranks_for_tests  # noqa: E402, F401  It makes the package and the tests' support known.
+
+import ballast  # noqa: E402
+import ballast.torch  # noqa: E402
+from messages import refused  # noqa: E402
 
 STEPS = 40
 

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/packed/state_format.h"
+#include "cpu_optimizer_service/common/plane.h"
 
 #include <algorithm>
 #include <array>
@@ -8,16 +8,16 @@
 namespace ballast {
 namespace {
 
-constexpr std::array<absl::string_view, 3> kNames = {"fp32", "bf16", "8bit"};
+constexpr std::array<absl::string_view, 3> kStateFormatNames = {"fp32", "bf16", "8bit"};
 
 }  // namespace
 
-absl::string_view Name(StateFormat format) { return kNames[static_cast<size_t>(format)]; }
+absl::string_view Name(StateFormat format) { return kStateFormatNames[static_cast<size_t>(format)]; }
 
 std::optional<StateFormat> FindStateFormat(absl::string_view name) {
-  const auto found = std::ranges::find(kNames, name);
-  if (found == kNames.end()) return std::nullopt;
-  return static_cast<StateFormat>(found - kNames.begin());
+  const auto found = std::ranges::find(kStateFormatNames, name);
+  if (found == kStateFormatNames.end()) return std::nullopt;
+  return static_cast<StateFormat>(found - kStateFormatNames.begin());
 }
 
 StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format) {

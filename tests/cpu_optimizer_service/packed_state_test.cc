@@ -77,8 +77,8 @@ TEST_F(PackedJobTest, OfAFormatThatItsRuleDoesNotHaveIsRefused) {
 
 TEST_F(PackedJobTest, ABeta2ThatBFloat16DoesNotFollowIsRefusedLaterToo) {
   const auto driver = Trained(StateFormat::kBFloat16);
-  EXPECT_TRUE(Refused(driver->job().UpdateGroup(0, {.beta2 = 0.99}),
-                      absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(
+      Refused(driver->job().UpdateGroup(0, {.beta2 = 0.99}), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(driver->job().UpdateGroup(1, {.beta2 = 0.99}).ok()) << "that group is in fp32";
 }
 
@@ -96,7 +96,8 @@ TEST_F(PackedJobTest, ReturnsTheWeightsThatItHas) {
 }
 
 TEST_F(PackedJobTest, LoadsTheStateOfAnotherFormatOnlyWhenAsked) {
-  for (const StateFormat from : {StateFormat::kFloat32, StateFormat::kBFloat16, StateFormat::k8Bit}) {
+  for (const StateFormat from :
+       {StateFormat::kFloat32, StateFormat::kBFloat16, StateFormat::k8Bit}) {
     const auto source = Trained(from);
     const std::string path = (root_ / std::string(Name(from))).string();
     ASSERT_TRUE(source->job().Save(path).ok());
@@ -107,7 +108,8 @@ TEST_F(PackedJobTest, LoadsTheStateOfAnotherFormatOnlyWhenAsked) {
       spec.name = "target";
       JobDriver target(engine_, spec);
       if (from != to) {
-        EXPECT_TRUE(Refused(Load(target.job(), path, false), absl::StatusCode::kFailedPrecondition));
+        EXPECT_TRUE(
+            Refused(Load(target.job(), path, false), absl::StatusCode::kFailedPrecondition));
       }
       ASSERT_EQ(Load(target.job(), path, from != to), absl::OkStatus());
       for (const int parameter : {0, 1, 2}) {
