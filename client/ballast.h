@@ -172,7 +172,9 @@ typedef struct ballast_hyper_parameters {
  * elements is in fp32 in any case. */
 typedef enum ballast_state_format {
   BALLAST_STATE_FP32 = 0,
-  BALLAST_STATE_BF16 = 1, /* Moments in bf16; with Adam beta2 is at most 0.98. */
+  /* Moments in bf16: Adam with beta1 up to 0.99 and beta2 up to 0.98, Lion with beta2 and SGD with
+   * momentum up to 0.99, SignSGD. */
+  BALLAST_STATE_BF16 = 1,
   BALLAST_STATE_8BIT = 2  /* Moments in 8 bits; Adam without amsgrad. */
 } ballast_state_format;
 

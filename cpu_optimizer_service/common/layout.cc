@@ -433,7 +433,7 @@ void Layout::VisitFormats(const Space& space, int64_t begin, int64_t end,
     // Padding goes with what is before it, and at the end of a space there is nothing else.
     const auto format_of = [&](size_t part) { return formats_[space.parts[part].parameter]; };
     const StateFormat format = i < space.parts.size() ? format_of(i) : format_of(i - 1);
-    while (i < space.parts.size() && format_of(i) == format) ++i;
+    while (i < space.parts.size() && space.parts[i].begin < end && format_of(i) == format) ++i;
     const int64_t until = i < space.parts.size() ? std::min(space.parts[i].begin, end) : end;
     visit(begin, until, format);
     begin = until;

@@ -106,7 +106,8 @@ struct LayoutSpec {
   bool operator==(const LayoutSpec&) const = default;
 
   StateSpec state(int group) const {
-    return group < static_cast<int>(states.size()) ? states[group] : StateSpec();
+    const bool is_there = group >= 0 && group < static_cast<int>(states.size());
+    return is_there ? states[group] : StateSpec();
   }
   bool is_packed(int group) const { return state(group).format != StateFormat::kFloat32; }
 };

@@ -12,7 +12,9 @@ constexpr std::array<absl::string_view, 3> kStateFormatNames = {"fp32", "bf16", 
 
 }  // namespace
 
-absl::string_view Name(StateFormat format) { return kStateFormatNames[static_cast<size_t>(format)]; }
+absl::string_view Name(StateFormat format) {
+  return kStateFormatNames[static_cast<size_t>(format)];
+}
 
 std::optional<StateFormat> FindStateFormat(absl::string_view name) {
   const auto found = std::ranges::find(kStateFormatNames, name);

@@ -18,6 +18,7 @@ namespace {
 
 // Saves that delete what is being read leave newer ones to be read.
 constexpr int kMostReads = 3;
+constexpr int64_t kBlock = int64_t{1} << 16;
 // Files that are read at once, for their checksums.
 constexpr int kThreads = 4;
 
@@ -66,6 +67,13 @@ absl::StatusOr<SafetensorsFile> OpenFile(FileSystem& file_system, const std::str
   return SafetensorsFile::Open(*std::move(there), path, most_bytes);
 }
 
+absl::Status NoUpdateLeaves(const std::string& path, Plane plane, const std::string& parameter,
+                            float value, int64_t element) {
+  return absl::DataLossError(
+      absl::StrCat(path, ": ", Name(plane), " of ", parameter, " is ", value, " at element ",
+                   element, ": an update never produces this; use another checkpoint"));
+}
+
 absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
                     const CheckpointIndex::File& file) {
   // The planes whose square root the update takes. Values are looked at although there is a
@@ -78,10 +86,8 @@ absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
         absl::StrCat(path, " does not match the checksum in index.json; use another checkpoint"));
   }
   if (contents.bad.has_value()) {
-    return absl::DataLossError(
-        absl::StrCat(path, ": ", Name(file.plane), " of ", contents.bad->tensor, " is ",
-                     contents.bad->value, " at element ", contents.bad->element,
-                     ": an update never produces this; use another checkpoint"));
+    return NoUpdateLeaves(path, file.plane, contents.bad->tensor, contents.bad->value,
+                          contents.bad->element);
   }
   return absl::OkStatus();
 }
@@ -94,7 +100,12 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
   BALLAST_ASSIGN_OR_RETURN(checkpoint.index_, ReadIndex(file_system, directory, most_bytes));
   // By plane, as the index that was read has them.
   const std::vector<CheckpointIndex::File>& files = checkpoint.index_.files;
+  std::set<std::string> names;
   for (const CheckpointIndex::Parameter& parameter : checkpoint.index_.parameters) {
+    if (!names.insert(parameter.name).second) {
+      return absl::DataLossError(absl::StrCat(IndexPath(directory), " lists ", parameter.name,
+                                              " twice; use another checkpoint"));
+    }
     if (parameter.format == StateFormat::kFloat32) continue;
     checkpoint.formats_[parameter.name] = parameter.format;
   }
@@ -132,6 +143,18 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
     return Verify(checkpoint.planes_[places[i].first].files[places[i].second],
                   FilePath(directory, files[i]), files[i]);
   }));
+  std::vector<const CheckpointIndex::Parameter*> packed;
+  for (const CheckpointIndex::Parameter& parameter : checkpoint.index_.parameters) {
+    if (parameter.format != StateFormat::kFloat32) packed.push_back(&parameter);
+  }
+  BALLAST_RETURN_IF_ERROR(ForEach(static_cast<int>(packed.size()), [&](int i) {
+    const CheckpointIndex::Parameter& parameter = *packed[i];
+    BALLAST_ASSIGN_OR_RETURN(const std::optional<BadValue> bad,
+                             checkpoint.FindBadValue(parameter, parameter.format, needs));
+    return bad.has_value()
+               ? NoUpdateLeaves(directory, bad->plane, parameter.name, bad->value, bad->element)
+               : absl::OkStatus();
+  }));
   return checkpoint;
 }
 
@@ -146,7 +169,6 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
     const TensorEntry whole = TensorOf(p, plane);
     const int64_t group = IsScale(plane) ? kPackedGroup : 1;
     std::vector<Piece>& pieces = files.pieces[p.name];
-    if (!pieces.empty()) continue;  // Of an index that lists it twice.
     bool fits = true;
     for (int i = 0; i < static_cast<int>(files.files.size()); ++i) {
       const TensorEntry* const entry = files.files[i].Find(p.name);
@@ -163,11 +185,13 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
       if (!fits) break;  // Nor is it more than the file has.
       int64_t offset = 0;
       cut->second.VisitRange(0, cut->second.elements(), [&](int64_t begin, int64_t elements) {
-        fits = fits && begin % group == 0;
+        const int64_t behind = begin + elements;
+        fits = fits && begin % group == 0 && (behind % group == 0 || behind == p.elements);
         const int64_t count = StoredCount(plane, elements);
         pieces.push_back({.begin = begin / group, .elements = count, .offset = offset, .file = i});
         offset += count;
       });
+      fits = fits && offset == entry->elements;
     }
     std::ranges::sort(pieces, {}, &Piece::begin);
     // With an element in two places nobody would know which of them is right.
@@ -246,6 +270,28 @@ absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t
   }
   ReadPlane(slot, plane, offset - begin, out);
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<Checkpoint::BadValue>> Checkpoint::FindBadValue(
+    const CheckpointIndex::Parameter& parameter, StateFormat format, const Needs& needs) const {
+  const auto group =
+      std::ranges::find(index_.groups, parameter.group, &CheckpointIndex::Group::name);
+  if (group == index_.groups.end()) return std::nullopt;
+  std::vector<float> values(std::min(kBlock, parameter.elements));
+  for (int64_t begin = 0; begin < parameter.elements; begin += kBlock) {
+    const auto block = absl::MakeSpan(values).first(std::min(kBlock, parameter.elements - begin));
+    if (needs != nullptr && !needs(parameter.name, begin, static_cast<int64_t>(block.size()))) {
+      continue;
+    }
+    for (const Plane plane : PlanesOf(group->hyper_parameters)) {
+      BALLAST_RETURN_IF_ERROR(Read(parameter.name, plane, begin, block));
+      const std::optional<int64_t> bad = FirstBadValue(plane, format, block);
+      if (bad.has_value()) {
+        return BadValue{.plane = plane, .element = begin + *bad, .value = block[*bad]};
+      }
+    }
+  }
+  return std::nullopt;
 }
 
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,17 @@ class Checkpoint {
   absl::Status ReadStored(const std::string& parameter, Plane stored, int64_t first,
                           absl::Span<std::byte> out) const;
   StateFormat format(const std::string& parameter) const;
+
+  struct BadValue {
+    Plane plane = Plane::kMaster;
+    int64_t element = 0;
+    float value = 0;
+  };
+  // The first value of a parameter, of those that `needs` wants, that no update leaves in that
+  // format. `parameter`: of index().
+  absl::StatusOr<std::optional<BadValue>> FindBadValue(const CheckpointIndex::Parameter& parameter,
+                                                       StateFormat format,
+                                                       const Needs& needs) const;
 
  private:
   // Elements of a parameter in a file, or in one that is whole, all; of scales, groups of elements.

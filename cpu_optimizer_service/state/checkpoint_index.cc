@@ -149,11 +149,20 @@ int64_t Count(const json& value) {
   return sane ? value.get<int64_t>() : -1;
 }
 
+// Whether it has as many elements as its shape says.
+bool FitsItsShape(const CheckpointIndex::Parameter& parameter) {
+  int64_t elements = 1;
+  for (const int64_t size : parameter.shape) {
+    if (size < 0 || __builtin_mul_overflow(elements, size, &elements)) return false;
+  }
+  return elements == parameter.elements;
+}
+
 bool CountsAreSane(const CheckpointIndex& index) {
   // Count's -1, as an unsigned number, is above every bound.
   bool sane = index.step <= kMaxFirstStep;  // What a job may begin at.
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
-    sane = sane && parameter.elements >= 0 && parameter.update_count >= 0;
+    sane = sane && FitsItsShape(parameter) && parameter.update_count >= 0;
   }
   for (const CheckpointIndex::File& file : index.files) {
     sane = sane && file.written.size_bytes >= 0 && IsFileOf(file.plane, file.name);
@@ -268,9 +277,8 @@ CheckpointIndex IndexFromJson(const json& text) {
                                 .elements = Count(parameter.at("elements")),
                                 .update_count = Count(parameter.at("update_count"))});
     if (!parameter.contains("state")) continue;
-    const auto format = FindStateFormat(parameter.at("state").get<std::string>());
-    if (!format.has_value()) throw json::other_error::create(501, "unknown state", nullptr);
-    index.parameters.back().format = *format;
+    index.parameters.back().format =  // CheckRules has looked.
+        FindStateFormat(parameter.at("state").get<std::string>()).value();
   }
   index.files = FilesFromJson(text.at("files"), PlanesOf(index));
   index.sha256 = text.at("sha256");
@@ -315,6 +323,13 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
 // The groups have rules that this service knows. A rule of a newer one is no damage, as a newer
 // format is none. Throws json::exception where a field is absent or of another type.
 absl::Status CheckRules(const json& index, const std::string& path) {
+  for (const json& parameter : index.at("parameters")) {
+    const std::string state = parameter.value("state", std::string(Name(StateFormat::kFloat32)));
+    if (FindStateFormat(state).has_value()) continue;
+    return absl::FailedPreconditionError(absl::StrCat(path, " has state in the format ", state,
+                                                      ", but this service knows fp32, bf16 and 8bit"
+                                                      "; load it with a newer ballastd"));
+  }
   for (const json& group : index.at("groups")) {
     const std::string rule = RuleIn(group.at("hyper_parameters"));
     if (FindRule(rule).has_value()) continue;
@@ -332,7 +347,10 @@ bool GroupsAreSane(const CheckpointIndex& index) {
     if (!names.insert(group.name).second) return false;
   }
   return std::ranges::all_of(index.parameters, [&](const CheckpointIndex::Parameter& parameter) {
-    return names.contains(parameter.group);
+    const auto group =
+        std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);
+    return group != index.groups.end() &&
+           CheckStateFormat(group->hyper_parameters, parameter.format).ok();
   });
 }
 
@@ -418,7 +436,7 @@ std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_b
 int64_t MostIndexBytes(const JobSpec& spec) {
   constexpr int64_t kEscaped = 6;  // JSON writes a byte in up to as many.
   // With a file of its own in each plane, and 64 runs in each, where members hold parts of it.
-  constexpr int64_t kOfParameter = 1280 + int64_t{4} * 64 * 64;
+  constexpr int64_t kOfParameter = 1920 + int64_t{6} * 64 * 64;
   constexpr int64_t kOfDimension = 24;
   constexpr int64_t kOfGroup = 2048;  // Its hyper-parameters, twice.
   constexpr int64_t kOthers = int64_t{2} << 20;

@@ -243,6 +243,14 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFi
     place.begin = data_begin + begin;
     result.tensors_.emplace(name, std::move(place));
   }
+  int64_t behind = data_begin;
+  for (const Place* place : result.InOrder()) {
+    // Examine looks at each byte once.
+    if (take == Take::kState && place->begin < behind) {
+      return damaged(absl::StrCat("tensor ", place->entry.name, " overlaps another one"));
+    }
+    behind = place->begin + place->entry.elements * SizeBytes(place->entry.type);
+  }
   return result;
 }
 
@@ -310,23 +318,17 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
       const int64_t size = SizeBytes(entry.type);
       const int64_t behind = places[i]->begin + entry.elements * size;
       if (behind <= offset && i == first) ++first;
-      if (contents.bad.has_value() || entry.type > TensorType::kBF16) continue;
+      if (contents.bad.has_value() || entry.type != TensorType::kF32) continue;
       const int64_t begin = std::max(places[i]->begin, offset);
       const int64_t elements = (std::min(behind, offset + bytes) - begin) / size;
-      const std::byte* const data = piece.data() + (begin - offset);
-      const auto at = [&](int64_t e) { return LoadElement(data, DTypeOf(entry.type), e); };
+      const auto* const values = reinterpret_cast<const float*>(piece.data() + (begin - offset));
       bool all_good = true;
-      if (entry.type == TensorType::kF32) {
-        const auto* const values = reinterpret_cast<const float*>(data);
-        for (int64_t e = 0; e < elements; ++e) all_good &= is_good(values[e]);  // No NaN is.
-      } else {
-        for (int64_t e = 0; e < elements; ++e) all_good &= is_good(at(e));
-      }
-      for (int64_t e = 0; e < elements && !all_good && !contents.bad.has_value(); ++e) {
-        if (is_good(at(e))) continue;
-        contents.bad = Element{
-            .tensor = entry.name, .element = (begin - places[i]->begin) / size + e, .value = at(e)};
-      }
+      for (int64_t e = 0; e < elements; ++e) all_good &= is_good(values[e]);  // No NaN is.
+      if (all_good) continue;
+      const float* const bad = std::find_if_not(values, values + elements, is_good);
+      contents.bad = Element{.tensor = entry.name,
+                             .element = (begin - places[i]->begin) / size + (bad - values),
+                             .value = *bad};
     }
     offset += bytes;
     Progress::OfThisThread().Count(bytes);

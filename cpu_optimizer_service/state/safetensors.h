@@ -83,7 +83,7 @@ class SafetensorsFile {
   };
   struct Contents {
     std::string crc32;  // As WrittenFile has it.
-    // The first element of a tensor of floats that is not finite, or negative if that is invalid.
+    // The first element of an F32 tensor that is not finite, or negative if that is invalid.
     std::optional<Element> bad;
   };
   // Reads the whole file, once. For a file opened with kState.

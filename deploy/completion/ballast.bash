@@ -31,7 +31,7 @@ _ballast() {
     trace) flags="--steps --out --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB) ;;
     set-group) flags="--lr --beta1 --beta2 --eps --weight-decay --decoupled-weight-decay --bias-correction --momentum --dampening --nesterov --lr-decay --ns-steps --ns-a --ns-b --ns-c --match-rms-adamw --maximize --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB GROUP) ;;
     save) flags="--background --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;
-    load) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;
+    load) flags="--convert-state --json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;
     import) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(JOB DIR) ;;
     export) flags="--dtype --file-gb --json --help" places=(CHECKPOINT DIR) ;;
     checkpoints) flags="--json --help --service --tls-ca --tls-cert --tls-key --token-file --timeout --wait" places=(DIR) ;;

@@ -70,8 +70,16 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
     # A new job: if this fails, nothing is lost.
     with _session(client, job, addresses, timeout, **credentials) as session:
         made = session.job_uid
-        session.load(of_step["name"])
+        _load(client, session, of_step["name"])
     return made
+
+
+def _load(client: Client, session: Session, name: str) -> None:
+    if any(group.state_fallback for group in session.job.groups):
+        # Which parameters fall back to fp32 depends on the number of ranks.
+        client.load(session.job.name, name, convert_state=True)
+    else:
+        session.load(name)
 
 
 def _session(client: Client, job: Job, addresses: list[int], timeout: float, **options: str | None) -> Session:
@@ -138,7 +146,7 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
         print(f"job {job.name} begins at step 0: the service has no checkpoint of the name {name}", file=sys.stderr)
         return
     with _session(client, job, addresses, timeout, **credentials) as session:
-        session.load(name)
+        _load(client, session, name)
 
 
 def _must_be_there(client: Client, name: str) -> list[dict[str, Any]]:

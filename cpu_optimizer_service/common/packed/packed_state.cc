@@ -83,6 +83,14 @@ PackedThresholds::PackedThresholds(int64_t update_count) {
   }
 }
 
+std::optional<int64_t> FirstBadValue(Plane plane, StateFormat format,
+                                     absl::Span<const float> values) {
+  const bool squares = IsOfSquares(plane);
+  const auto bad = std::ranges::find_if_not(
+      values, [&](float value) { return Holds(format, plane, value) && (!squares || value >= 0); });
+  return bad == values.end() ? std::nullopt : std::optional<int64_t>(bad - values.begin());
+}
+
 StateBounds BoundsStored(StateBounds bounds, StateFormat format) {
   if (format == StateFormat::kFloat32) return bounds;
   // A step of bf16, and more than the roundings of a code.

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
@@ -19,6 +20,10 @@ inline bool Holds(StateFormat format, Plane plane, float value) {
   const bool limited = format != StateFormat::kFloat32 && plane != Plane::kMaster;
   return std::isfinite(value) && (!limited || std::fabs(value) <= kMostPackedMoment);
 }
+// The first value that no update leaves in such a plane: one that the format does not hold, or a
+// negative one in a plane of squares.
+std::optional<int64_t> FirstBadValue(Plane plane, StateFormat format,
+                                     absl::Span<const float> values);
 // Bounds after values within `bounds` are stored in the format.
 StateBounds BoundsStored(StateBounds bounds, StateFormat format);
 

@@ -76,11 +76,26 @@ absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format)
   if (format == StateFormat::k8Bit) {
     if (values.rule != Rule::kAdam) return refuse(", only for adam; use bf16 or fp32");
     if (values.amsgrad) return refuse(" with amsgrad; use bf16 or fp32");
-  } else if (HasPlane(values, Plane::kExpAvgSq) && values.beta2 > kMostBeta2OfBFloat16) {
-    return refuse(" with beta2 ", values.beta2, ": above ", kMostBeta2OfBFloat16,
-                  " exp_avg_sq would not follow the gradients; use 8bit or fp32");
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
+  if (HasPlane(values, Plane::kSum)) return refuse(": its sum would stop growing; use fp32");
+  const auto check = [&](absl::string_view name, double beta, double most,
+                         absl::string_view others) -> absl::Status {
+    if (beta <= most) return absl::OkStatus();
+    return refuse(" with ", name, " ", beta, ": above ", most,
+                  " its moment would not follow the gradients; use ", others);
+  };
+  switch (values.rule) {
+    case Rule::kAdam:
+      BALLAST_RETURN_IF_ERROR(check("beta1", values.beta1, kMostBetaOfBFloat16, "8bit or fp32"));
+      return check("beta2", values.beta2, kMostBeta2OfBFloat16, "8bit or fp32");
+    case Rule::kLion:
+      return check("beta2", values.beta2, kMostBetaOfBFloat16, "fp32");
+    case Rule::kSgd:
+      return check("momentum", values.momentum, kMostBetaOfBFloat16, "fp32");
+    default:
+      return absl::OkStatus();
+  }
 }
 
 PlaneList PlanesOf(const HyperParameters& values) { return RowOf(values.rule).planes(values); }

@@ -35,6 +35,7 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
                                                            const JobEnvironment& environment,
                                                            bool is_there) {
   BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
+  BALLAST_RETURN_IF_ERROR(CheckParameters(identity.spec.layout));
   // A short description may have millions of chunks and shards. Of more than kMaxShards none is laid
   // out. Reserved only while the layout is made: the job's own reservation counts these tables, too
   // (NeedOf).

@@ -12,7 +12,7 @@
 
 namespace ballast {
 
-inline constexpr uint32_t kWordsFormat = 2;
+inline constexpr uint32_t kWordsFormat = 3;
 
 std::string Encode(const Follow& follow);
 std::string Encode(const MemberWord& word);

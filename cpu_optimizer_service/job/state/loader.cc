@@ -13,7 +13,6 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/job/state/index_record.h"
-#include "cpu_optimizer_service/job/step/state_writing.h"
 
 namespace ballast {
 
@@ -56,7 +55,6 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint, bool convert_st
           Name(core_.layout.format(p)),
           " in the job; ask for a conversion with --convert-state, or convert_state in Python");
     }
-    if (seen[p]) return refuse("it lists ", saved.name, " twice");
     seen[p] = true;
   }
   for (size_t p = 0; p < seen.size(); ++p) {
@@ -71,6 +69,26 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint, bool convert_st
     const std::string planes = DifferenceOfPlanes(absl::StrCat("group ", group.name),
                                                   group.hyper_parameters, saved->hyper_parameters);
     if (!planes.empty()) return refuse(planes);
+    const int number = static_cast<int>(&group - core_.spec().groups.data());
+    const absl::Status format =
+        CheckStateFormat(saved->hyper_parameters, core_.spec().layout.state(number).format);
+    if (!format.ok() && !checkpoint.is_weights()) {
+      return refuse("group ", group.name, ": ", format.message());
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Loader::CheckConverted(const Checkpoint& checkpoint) const {
+  if (checkpoint.is_weights()) return absl::OkStatus();
+  for (const CheckpointIndex::Parameter& saved : checkpoint.index().parameters) {
+    const StateFormat format = core_.layout.format(core_.layout.FindParameter(saved.name));
+    if (format == saved.format) continue;
+    BALLAST_ASSIGN_OR_RETURN(const auto bad, checkpoint.FindBadValue(saved, format, NeedsHere()));
+    if (!bad.has_value()) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(Name(bad->plane), " of ", saved.name, " is ", bad->value, " at element ",
+                     bad->element, ", which ", Name(format), " state cannot hold; use fp32"));
   }
   return absl::OkStatus();
 }
@@ -86,10 +104,6 @@ absl::Status Loader::LoadValues(const Checkpoint& checkpoint, const ChunkPiece& 
     } else {
       BALLAST_RETURN_IF_ERROR(
           checkpoint.Read(parameter.name, plane, piece.parameter_offset, absl::MakeSpan(read)));
-    }
-    if (const auto bad = FirstBadValue(plane, to.format, read); bad.has_value()) {
-      return BadValue(absl::StrCat(Name(plane), " of ", parameter.name), plane, read[*bad],
-                      piece.parameter_offset + *bad);
     }
     WritePlane(to, plane, piece.chunk_offset, read);
   }
@@ -336,6 +350,7 @@ absl::StatusOr<OpenedCheckpoint> Loader::OpenAndCheck(const LoadRequest& request
   const CountsIn here(*progress);
   BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened, OpenToLoad(request));
   BALLAST_RETURN_IF_ERROR(CheckLoadable(opened.checkpoint, request.convert_state));
+  BALLAST_RETURN_IF_ERROR(CheckConverted(opened.checkpoint));
   return opened;
 }
 

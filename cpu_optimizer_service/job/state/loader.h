@@ -97,6 +97,8 @@ class Loader {
   absl::StatusOr<KeptLoad> NamedHere(const std::string& name, bool weights_only) const;
   absl::StatusOr<OpenedCheckpoint> OpenAndCheck(const LoadRequest& request) const;
   absl::Status CheckLoadable(const Checkpoint& checkpoint, bool convert_state) const;
+  // Whether the job's formats hold the values.
+  absl::Status CheckConverted(const Checkpoint& checkpoint) const;
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
   // In the chunk's format, whatever the checkpoint's is.

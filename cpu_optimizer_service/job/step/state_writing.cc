@@ -1,6 +1,7 @@
 #include "cpu_optimizer_service/job/step/state_writing.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <optional>
 
@@ -11,19 +12,13 @@
 
 namespace ballast {
 
-std::optional<int64_t> FirstBadValue(Plane plane, StateFormat format,
-                                     absl::Span<const float> values) {
-  const bool squares = IsOfSquares(plane);
-  const auto bad = std::find_if_not(values.begin(), values.end(), [&](float value) {
-    return Holds(format, plane, value) && (!squares || value >= 0);
-  });
-  return bad == values.end() ? std::nullopt : std::optional<int64_t>(bad - values.begin());
-}
-
 absl::Status BadValue(absl::string_view what, Plane plane, float value, int64_t element) {
-  return absl::InvalidArgumentError(absl::StrCat(what, " is ", value, " at element ", element,
-                                                 "; expected a finite value",
-                                                 IsOfSquares(plane) ? ", 0 or more" : ""));
+  return absl::InvalidArgumentError(
+      absl::StrCat(what, " is ", value, " at element ", element, "; expected a finite value",
+                   IsOfSquares(plane) ? ", 0 or more" : "",
+                   std::isfinite(value) && std::fabs(value) > kMostPackedMoment
+                       ? ", and in packed state at most 8.5e+37"
+                       : ""));
 }
 
 StateWriting::StateWriting(StateWrite write, const Layout& layout)

@@ -28,10 +28,6 @@
 
 namespace ballast {
 
-// The first value that no update leaves in such a plane: a non-finite one, or a negative one in a
-// plane of squares.
-std::optional<int64_t> FirstBadValue(Plane plane, StateFormat format,
-                                     absl::Span<const float> values);
 // INVALID_ARGUMENT, for people. `what`: "exp_avg_sq of h.0.w".
 absl::Status BadValue(absl::string_view what, Plane plane, float value, int64_t element);
 

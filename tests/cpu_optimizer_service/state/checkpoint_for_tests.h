@@ -7,8 +7,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -75,6 +78,25 @@ class FillingFileSystem : public FileSystem {
 
 namespace fs = std::filesystem;
 
+// Replaces the checksum of an index by the right one.
+inline void Sign(nlohmann::json& index) {
+  index.erase("sha256");
+  Sha256 sha256;
+  sha256.Add(index.dump());
+  index["sha256"] = sha256.Hex();
+}
+
+inline std::string Crc32Of(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  const std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  return absl::StrCat(absl::Hex(libdeflate_crc32(0, bytes.data(), bytes.size()), absl::kZeroPad8));
+}
+
+inline nlohmann::json ReadJson(const std::string& path) {
+  std::ifstream in(path);
+  return nlohmann::json::parse(in);
+}
+
 class CheckpointTest : public testing::Test {
  protected:
   CheckpointTest()
@@ -108,6 +130,29 @@ class CheckpointTest : public testing::Test {
     fs::remove_all(Path(name));
     fs::rename(saved->directory, Path(name));
   }
+  // Loads "changed": "saved" with one element of a tensor changed, and all checksums right.
+  template <class T>
+  absl::Status LoadChanged(Job& job, const std::string& plane, const std::string& tensor,
+                           size_t element, T value) {
+    fs::remove_all(Path("changed"));
+    fs::copy(Path("saved"), Path("changed"), fs::copy_options::recursive);
+    const std::string path = Path("changed") + "/" + plane + ".safetensors";
+    std::ifstream in(path, std::ios::binary);
+    std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+    uint64_t header_bytes = 0;
+    std::memcpy(&header_bytes, bytes.data(), sizeof(header_bytes));
+    const auto header = nlohmann::json::parse(bytes.substr(8, header_bytes));
+    const size_t begin = 8 + header_bytes + header[tensor]["data_offsets"][0].get<size_t>();
+    std::memcpy(bytes.data() + begin + element * sizeof(value), &value, sizeof(value));
+    std::ofstream(path, std::ios::binary) << bytes;
+    nlohmann::json index = ReadJson(Path("changed") + "/index.json");
+    for (nlohmann::json& file : index["files"]) {
+      if (file["plane"] == plane) file["crc32"] = Crc32Of(path);
+    }
+    Sign(index);
+    std::ofstream(Path("changed") + "/index.json") << index;
+    return job.Load(Path("changed")).status();
+  }
   std::set<std::string> Names(const std::string& folder) const {
     std::set<std::string> names;
     for (const auto& entry : fs::directory_iterator(Path(folder))) {
@@ -119,25 +164,6 @@ class CheckpointTest : public testing::Test {
   const fs::path root_;
   Engine engine_{{.memory_limit_bytes = int64_t{64} << 20, .threads = 2}};
 };
-
-// Replaces the checksum of an index by the right one.
-inline void Sign(nlohmann::json& index) {
-  index.erase("sha256");
-  Sha256 sha256;
-  sha256.Add(index.dump());
-  index["sha256"] = sha256.Hex();
-}
-
-inline std::string Crc32Of(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  const std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-  return absl::StrCat(absl::Hex(libdeflate_crc32(0, bytes.data(), bytes.size()), absl::kZeroPad8));
-}
-
-inline nlohmann::json ReadJson(const std::string& path) {
-  std::ifstream in(path);
-  return nlohmann::json::parse(in);
-}
 
 }  // namespace ballast
 

@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/buckets.h"
+#include "tests/cpu_optimizer_service/job/outcome.h"
 #include "tests/cpu_optimizer_service/state/checkpoint_for_tests.h"
 #include "tests/support/messages.h"
 
@@ -236,7 +238,7 @@ TEST_F(CheckpointTest, AnIndexOfMoreThanTheJobCanHaveIsNotParsed) {
   index["parameters"].push_back(extra);
   Sign(index);
   std::ofstream(Path("saved") + "/index.json") << index;
-  EXPECT_TRUE(Refused(driver.job().Load(Path("saved")), absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(Refused(driver.job().Load(Path("saved")), absl::StatusCode::kDataLoss));
   for (int i = 0; i < 35'000; ++i) index["parameters"].push_back(extra);
   Sign(index);
   std::ofstream(Path("saved") + "/index.json") << index;
@@ -250,26 +252,8 @@ TEST_F(CheckpointTest, ValuesThatNoUpdateLeavesAreRefusedByName) {
   driver.Step(1);
   SaveAt(driver, "saved");
   const std::string hash = driver.job().StateHash();
-  // A checkpoint with one value of p2, the third parameter, changed, and all checksums right.
   const auto load_with = [&](const std::string& plane, float value) {
-    fs::remove_all(Path("changed"));
-    fs::copy(Path("saved"), Path("changed"), fs::copy_options::recursive);
-    const std::string path = Path("changed") + "/" + plane + ".safetensors";
-    std::ifstream in(path, std::ios::binary);
-    std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-    uint64_t header_bytes = 0;
-    std::memcpy(&header_bytes, bytes.data(), sizeof(header_bytes));
-    const auto header = nlohmann::json::parse(bytes.substr(8, header_bytes));
-    const size_t begin = 8 + header_bytes + header["p2"]["data_offsets"][0].get<size_t>();
-    std::memcpy(bytes.data() + begin + 5 * sizeof(float), &value, sizeof(value));
-    std::ofstream(path, std::ios::binary) << bytes;
-    nlohmann::json index = ReadJson(Path("changed") + "/index.json");
-    for (nlohmann::json& file : index["files"]) {
-      if (file["plane"] == plane) file["crc32"] = Crc32Of(path);
-    }
-    Sign(index);
-    std::ofstream(Path("changed") + "/index.json") << index;
-    return driver.job().Load(Path("changed")).status();
+    return LoadChanged(driver.job(), plane, "p2", 5, value);
   };
   for (const auto& [plane, value] : std::vector<std::pair<std::string, float>>{
            {"master", NAN},
@@ -288,6 +272,56 @@ TEST_F(CheckpointTest, ValuesThatNoUpdateLeavesAreRefusedByName) {
   EXPECT_TRUE(load_with("exp_avg_sq", 0).ok());
   EXPECT_TRUE(load_with("master", std::numeric_limits<float>::lowest()).ok());
   EXPECT_TRUE(load_with("exp_avg_sq", std::numeric_limits<float>::max()).ok());
+}
+
+TEST_F(CheckpointTest, ValuesThatNoUpdateLeavesInPackedStateAreRefusedByName) {
+  JobSpec spec = Spec(1);
+  spec.layout.parameters.push_back({.name = "matrix", .shape = {64, 64}, .group = 0});
+  spec.layout.states = {{.format = StateFormat::k8Bit}, {}};
+  ASSERT_TRUE(CutInBuckets(1 << 20, spec.layout).ok());
+  JobDriver driver(engine_, spec);
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(1);
+  SaveAt(driver, "saved");
+  const std::string hash = driver.job().StateHash();
+  const auto load_with = [&](const std::string& plane, auto value) {
+    return LoadChanged(driver.job(), plane, "matrix", 5, value);
+  };
+  constexpr uint16_t kInfinity = 0x7f80;
+  EXPECT_TRUE(Refused(load_with("master", kInfinity), absl::StatusCode::kDataLoss));
+  EXPECT_TRUE(Refused(load_with("exp_avg_scale", NAN), absl::StatusCode::kDataLoss));
+  EXPECT_TRUE(Refused(load_with("exp_avg_scale", 1e38f), absl::StatusCode::kDataLoss));
+  EXPECT_TRUE(Refused(load_with("exp_avg_sq_scale", -1.0f), absl::StatusCode::kDataLoss));
+  EXPECT_EQ(driver.job().StateHash(), hash);
+  EXPECT_TRUE(load_with("master_remainder", uint16_t{0x7fff}).ok());
+  EXPECT_TRUE(load_with("exp_avg_scale", 8e37f).ok());
+
+  // The largest weights have a bf16 half that is infinite. A moment may be too large to convert.
+  JobDriver fp32(engine_, [&] {
+    JobSpec wide = spec;
+    wide.name = "wide";
+    wide.layout.states = {};
+    EXPECT_TRUE(CutInBuckets(1 << 20, wide.layout).ok());
+    return wide;
+  }());
+  ASSERT_TRUE(driver.job().Save(Path("packed")).ok());
+  const auto load = [](Job& job, const std::string& path) {
+    Outcome<CheckpointInfo> loaded;
+    (void)job.Load({.path = path, .convert_state = true}, loaded.done());
+    return loaded.Get().status();
+  };
+  ASSERT_EQ(load(fp32.job(), Path("packed")), absl::OkStatus());
+  SaveAt(fp32, "saved");
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  ASSERT_TRUE(LoadChanged(fp32.job(), "master", "matrix", 5, kLargest).ok());
+  ASSERT_EQ(load(driver.job(), Path("changed")), absl::OkStatus());
+  ASSERT_TRUE(driver.job().Save(Path("largest")).ok());
+  EXPECT_EQ(driver.job().Load(Path("largest")).status(), absl::OkStatus());
+  const std::string with_largest = driver.job().StateHash();
+  ASSERT_TRUE(LoadChanged(fp32.job(), "exp_avg", "matrix", 5, 1e38f).ok());
+  EXPECT_TRUE(Refused(load(driver.job(), Path("changed")), absl::StatusCode::kFailedPrecondition));
+  EXPECT_EQ(driver.job().StateHash(), with_largest);
 }
 
 TEST_F(CheckpointTest, DamageIsDataLossAndChangesNothing) {

@@ -52,7 +52,7 @@ void CheckInput(const uint8_t* data, size_t size) {
   if (!layout.ok()) return;
 
   const MemoryNeed need = NeedOf(*spec, *layout);
-  Demand(need.state_bytes >= 12 * layout->total_elements(), "too little state");
+  Demand(need.state_bytes >= 2 * layout->total_elements(), "too little state");
   Demand(need.total_bytes() >= need.state_bytes, "the sum overflows");
   int64_t elements = 0;
   for (const Chunk& chunk : layout->chunks()) {

@@ -15,7 +15,8 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 # By the path of an entry in the flat state: marks an optimizer of Ballast, and its own entries.
 _MARK = re.compile(r"(.*\.|)param_groups\..*\.job_uid")
-_OURS = re.compile(r"param_groups\..*\.(job_uid|job_step|rule|param_names(\.\d+)?)|state\..*\.(master|step)")
+_OURS = re.compile(r"param_groups\..*\.(job_uid|job_step|rule|state|state_fallback|param_names(\.\d+)?)"
+                   r"|state\..*\.(master|step)")
 
 
 def asks() -> bool:

@@ -190,8 +190,9 @@ class Described:
             raise FailedPreconditionError(_OTHERS)
         for number, (then, group) in enumerate(zip(self._states, param_groups)):
             if then != state_of(group):
-                raise RuntimeError(f"state of param group {number} was {then[0]} when the job was made, and is "
-                                   f"{group['state']} now: set it back, or create another optimizer and another job")
+                raise RuntimeError(f"(state, state_fallback) of param group {number} were {then} when the job was made, "
+                                   f"and are {state_of(group)} now: set them back, or create another optimizer and "
+                                   "another job")
         for number, (then, now) in enumerate(zip(self._made_with, hyper_parameters)):
             for name in ("rule", "amsgrad", "decoupled_weight_decay", "initial_accumulator_value", "momentum"):
                 changed = getattr(then, name) != getattr(now, name)

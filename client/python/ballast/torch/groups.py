@@ -17,7 +17,7 @@ from ..session import STATES, HyperParameters, number_of
 _HYPER_PARAMETERS = frozenset().union(*(rule.defaults for rule in RULES.values()))
 _OTHERS = {"rule", "foreach", "capturable", "differentiable", "fused"}
 _STATE = {"state", "state_fallback"}  # How the service stores a group's state; its values are the same in all.
-MOST_BETA2_OF_BF16 = 0.98
+_MOST_BETA2_OF_BF16, _MOST_BETA_OF_BF16 = 0.98, 0.99
 
 
 def groups(model: torch.nn.Module, weight_decay: float = 1e-2, **options: Any) -> list[dict[str, Any]]:
@@ -140,9 +140,16 @@ def check_state(group: Mapping[str, Any]) -> None:
         raise ValueError(f"state {state} is not for muon: use fp32")
     if state == "8bit" and (rule != "adam" or group["amsgrad"]):
         raise ValueError(f"state 8bit is not for {rule}{' with amsgrad' if rule == 'adam' else ''}: use bf16 or fp32")
-    if state == "bf16" and rule == "adam" and group["betas"][1] > MOST_BETA2_OF_BF16:
-        raise ValueError(f"state bf16 is not for a beta2 of {group['betas'][1]}, but for at most {MOST_BETA2_OF_BF16}: "
-                         "exp_avg_sq would not follow the gradients; use 8bit or fp32")
+    if state == "bf16" and rule == "adagrad":
+        raise ValueError("state bf16 is not for adagrad: its sum would stop growing; use fp32")
+    if state == "bf16":
+        decays = {"adam": (("beta1", _MOST_BETA_OF_BF16), ("beta2", _MOST_BETA2_OF_BF16)),
+                  "lion": (("beta2", _MOST_BETA_OF_BF16),), "sgd": (("momentum", _MOST_BETA_OF_BF16),)}
+        for name, most in decays.get(rule, ()):
+            value = group["betas"][int(name[-1]) - 1] if name.startswith("beta") else group[name]
+            if value > most:
+                raise ValueError(f"state bf16 is not for a {name} of {value}, but for at most {most}: the moment would "
+                                 "not follow the gradients; use fp32" + (" or 8bit" if rule == "adam" else ""))
 
 
 def planes_of(group: Mapping[str, Any]) -> dict[str, float]:
