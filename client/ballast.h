@@ -175,7 +175,7 @@ typedef enum ballast_state_format {
   /* Moments in bf16: Adam with beta1 up to 0.99 and beta2 up to 0.98, Lion with beta2 and SGD with
    * momentum up to 0.99, SignSGD. */
   BALLAST_STATE_BF16 = 1,
-  BALLAST_STATE_8BIT = 2  /* Moments in 8 bits; Adam without amsgrad. */
+  BALLAST_STATE_8BIT = 2 /* Moments in 8 bits; Adam without amsgrad. */
 } ballast_state_format;
 
 typedef struct ballast_group {

@@ -189,10 +189,10 @@ class Described:
         if not self.has(param_groups):
             raise FailedPreconditionError(_OTHERS)
         for number, (then, group) in enumerate(zip(self._states, param_groups)):
-            if then != state_of(group):
-                raise RuntimeError(f"(state, state_fallback) of param group {number} were {then} when the job was made, "
-                                   f"and are {state_of(group)} now: set them back, or create another optimizer and "
-                                   "another job")
+            if then != (now := state_of(group)):
+                raise RuntimeError(f"state and state_fallback of param group {number} were {then[0]} and {then[1]} when "
+                                   f"the job was made, and are {now[0]} and {now[1]} now: set them back, or create "
+                                   "another optimizer and another job")
         for number, (then, now) in enumerate(zip(self._made_with, hyper_parameters)):
             for name in ("rule", "amsgrad", "decoupled_weight_decay", "initial_accumulator_value", "momentum"):
                 changed = getattr(then, name) != getattr(now, name)

@@ -115,6 +115,21 @@ class StateFormatTest(unittest.TestCase):
         for one, two in zip(before, other.parameters()):
             self.assertTrue(torch.equal(one, two))
 
+    def test_a_resume_converts_what_may_have_fallen_back(self):
+        model = model_of()
+        train(model, self.optimizer(model, "all-fp32"), 0, 3)
+        self.client.save("all-fp32")
+        for job, fallback in (("strict", False), ("resumed", True)):
+            again = model_of(seed=4)
+            mine = self.optimizer(again, job, state="8bit", state_fallback=fallback)
+            if not fallback:
+                with refused(self, ballast.FailedPreconditionError):
+                    mine.attach(resume="all-fp32")
+                continue
+            self.assertEqual(mine.attach(resume="all-fp32"), 3)
+            for one, two in zip(model.parameters(), again.parameters()):
+                self.assertTrue(torch.equal(one, two))
+
     def test_a_state_dict_goes_from_one_format_to_the_other(self):
         model = model_of()
         exact = self.optimizer(model, "exact", full_state=True)
