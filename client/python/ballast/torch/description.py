@@ -217,8 +217,8 @@ def lines(job: Job) -> list[tuple[str, str]]:
              for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort",
                           "newton_schulz")]
     for group in job.groups:
-        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype} {group.state} "
-                      f"{group.state_fallback}"))
+        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype} state={group.state} "
+                      f"state_fallback={group.state_fallback}"))
     for parameter in job.parameters:
         lines.append((f"parameter {parameter.name}", f"{parameter.shape} group {parameter.group} "
                       f"{'frozen' if parameter.frozen else 'trainable'} {parameter.placements}"))
