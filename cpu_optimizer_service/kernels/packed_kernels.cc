@@ -27,12 +27,11 @@ void UpdatePackedByRule(const PackedRun& run, RedoWriter* redo) {
       return UpdateBySgd(run, redo);
     case Rule::kLion:
       return UpdateByLion(run, redo);
-    case Rule::kAdagrad:
-      return UpdateByAdagrad(run, redo);
     case Rule::kSignSgd:
       return UpdateBySignSgd(run, redo);
+    case Rule::kAdagrad:
     case Rule::kMuon:
-      Check(false, "muon has no packed state");
+      Check(false, "the rule has packed state (CheckStateFormat)");
   }
 }
 

@@ -160,10 +160,6 @@ void UpdateByLion(const Run& run, RedoWriter* redo) {
   UpdateByKernel<LionKernel>(run, MakeLionScalars(RuleOf(run)), redo);
 }
 template <class Run>
-void UpdateByAdagrad(const Run& run, RedoWriter* redo) {
-  UpdateByKernel<AdagradKernel>(run, MakeAdagradScalars(RuleOf(run)), redo);
-}
-template <class Run>
 void UpdateBySignSgd(const Run& run, RedoWriter* redo) {
   UpdateByKernel<SignSgdKernel>(run, MakeSignSgdScalars(RuleOf(run)), redo);
 }

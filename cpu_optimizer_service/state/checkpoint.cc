@@ -274,16 +274,15 @@ absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t
 
 absl::StatusOr<std::optional<Checkpoint::BadValue>> Checkpoint::FindBadValue(
     const CheckpointIndex::Parameter& parameter, StateFormat format, const Needs& needs) const {
-  const auto group =
-      std::ranges::find(index_.groups, parameter.group, &CheckpointIndex::Group::name);
-  if (group == index_.groups.end()) return std::nullopt;
+  // ReadIndex has refused a parameter without a group.
+  const PlaneList planes = PlanesOf(index_.FindGroup(parameter.group)->hyper_parameters);
   std::vector<float> values(std::min(kBlock, parameter.elements));
   for (int64_t begin = 0; begin < parameter.elements; begin += kBlock) {
     const auto block = absl::MakeSpan(values).first(std::min(kBlock, parameter.elements - begin));
     if (needs != nullptr && !needs(parameter.name, begin, static_cast<int64_t>(block.size()))) {
       continue;
     }
-    for (const Plane plane : PlanesOf(group->hyper_parameters)) {
+    for (const Plane plane : planes) {
       BALLAST_RETURN_IF_ERROR(Read(parameter.name, plane, begin, block));
       const std::optional<int64_t> bad = FirstBadValue(plane, format, block);
       if (bad.has_value()) {

@@ -25,9 +25,8 @@ constexpr char kSuffix[] = ".safetensors";
 constexpr int kVersion = 1;
 
 StoredPlanes PlanesOf(const CheckpointIndex& index, const CheckpointIndex::Parameter& parameter) {
-  const auto group =
-      std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);
-  if (group == index.groups.end()) return {};
+  const CheckpointIndex::Group* const group = index.FindGroup(parameter.group);
+  if (group == nullptr) return {};
   return StoredPlanesOf(PlanesOf(group->hyper_parameters), parameter.format);
 }
 
@@ -347,14 +346,17 @@ bool GroupsAreSane(const CheckpointIndex& index) {
     if (!names.insert(group.name).second) return false;
   }
   return std::ranges::all_of(index.parameters, [&](const CheckpointIndex::Parameter& parameter) {
-    const auto group =
-        std::ranges::find(index.groups, parameter.group, &CheckpointIndex::Group::name);
-    return group != index.groups.end() &&
-           CheckStateFormat(group->hyper_parameters, parameter.format).ok();
+    const CheckpointIndex::Group* const group = index.FindGroup(parameter.group);
+    return group != nullptr && CheckStateFormat(group->hyper_parameters, parameter.format).ok();
   });
 }
 
 }  // namespace
+
+const CheckpointIndex::Group* CheckpointIndex::FindGroup(absl::string_view name) const {
+  const auto found = std::ranges::find(groups, name, &Group::name);
+  return found == groups.end() ? nullptr : &*found;
+}
 
 std::string IndexPath(const std::string& directory) {
   return absl::StrCat(directory, "/index.json");

@@ -43,6 +43,8 @@ struct CheckpointIndex {
     // as a tensor of one dimension.
     std::map<std::string, ElementRuns> cut = {};
   };
+  const Group* FindGroup(absl::string_view name) const;  // nullptr: it has none of that name.
+
   std::string job;
   std::string uid;
   uint64_t step = 0;

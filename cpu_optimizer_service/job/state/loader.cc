@@ -62,10 +62,8 @@ absl::Status Loader::CheckLoadable(const Checkpoint& checkpoint, bool convert_st
     if (parameter.trainable && !seen[p]) return refuse("it has no parameter ", parameter.name);
   }
   for (const GroupSpec& group : core_.spec().groups) {
-    const auto saved =
-        std::find_if(index.groups.begin(), index.groups.end(),
-                     [&](const CheckpointIndex::Group& g) { return g.name == group.name; });
-    if (saved == index.groups.end()) return refuse("it has no group ", group.name);
+    const CheckpointIndex::Group* const saved = index.FindGroup(group.name);
+    if (saved == nullptr) return refuse("it has no group ", group.name);
     const std::string planes = DifferenceOfPlanes(absl::StrCat("group ", group.name),
                                                   group.hyper_parameters, saved->hyper_parameters);
     if (!planes.empty()) return refuse(planes);
