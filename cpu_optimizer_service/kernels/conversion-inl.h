@@ -62,15 +62,37 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<DF>> FloatToFloat16Bits(DF df, hn::Vec<D
   return hn::Or(result, sign);
 }
 
+// In the upper half of each lane.
 template <class DF>
-HWY_INLINE hn::Vec<hn::RebindToUnsigned<DF>> FloatToBFloat16Bits(DF df, hn::Vec<DF> value) {
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<DF>> FloatToBFloat16UpperBits(DF df, hn::Vec<DF> value) {
   const hn::RebindToUnsigned<DF> du;
   const auto bits = hn::BitCast(du, value);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
   const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7fffu)), odd);
   const auto quiet = hn::Or(bits, hn::Set(du, 0x00400000u));
   const auto is_nan = hn::RebindMask(du, hn::IsNaN(value));
-  return hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded));
+  return hn::IfThenElse(is_nan, quiet, rounded);
+}
+
+// The halves of the 32-bit lanes of `low`, then of `high`.
+template <class V32>
+HWY_INLINE auto UpperHalves(V32 low, V32 high) {
+  const hn::Repartition<uint16_t, hn::DFromV<V32>> d16;
+  return hn::ConcatOdd(d16, hn::BitCast(d16, high), hn::BitCast(d16, low));
+}
+template <class V32>
+HWY_INLINE auto LowerHalves(V32 low, V32 high) {
+  const hn::Repartition<uint16_t, hn::DFromV<V32>> d16;
+  return hn::ConcatEven(d16, hn::BitCast(d16, high), hn::BitCast(d16, low));
+}
+
+template <class DF>
+HWY_INLINE auto PairToBFloat16(DF df, hn::Vec<DF> low, hn::Vec<DF> high) {
+  return UpperHalves(FloatToBFloat16UpperBits(df, low), FloatToBFloat16UpperBits(df, high));
+}
+template <class DF>
+HWY_INLINE auto PairToFloat16(DF df, hn::Vec<DF> low, hn::Vec<DF> high) {
+  return LowerHalves(FloatToFloat16Bits(df, low), FloatToFloat16Bits(df, high));
 }
 
 // Elements [index, index + Lanes(df)) of the array at `data`.
@@ -102,18 +124,9 @@ HWY_INLINE void StorePairAs(DF df, hn::Vec<DF> low, hn::Vec<DF> high, void* data
       hn::StoreU(high, df, to + hn::Lanes(df));
     }
   } else {
-    const hn::RebindToSigned<DF> di;
     const hn::Repartition<uint16_t, DF> d16;
-    const hn::Half<decltype(d16)> d16_half;
-    const auto bits = [df](hn::Vec<DF> value) HWY_ATTR {
-      if constexpr (kDType == DType::kBFloat16)
-        return FloatToBFloat16Bits(df, value);
-      else
-        return FloatToFloat16Bits(df, value);
-    };
-    // Bits are at most 0xffff, so the saturation of DemoteTo never acts.
-    const auto packed = hn::Combine(d16, hn::DemoteTo(d16_half, hn::BitCast(di, bits(high))),
-                                    hn::DemoteTo(d16_half, hn::BitCast(di, bits(low))));
+    const auto packed =
+        kDType == DType::kBFloat16 ? PairToBFloat16(df, low, high) : PairToFloat16(df, low, high);
     uint16_t* to = static_cast<uint16_t*>(data) + index;
     if (stream) {
       hn::Stream(packed, d16, to);

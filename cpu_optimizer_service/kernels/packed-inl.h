@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu_optimizer_service/common/packed/codes.h"
 #include "cpu_optimizer_service/common/packed/packed_state.h"
@@ -25,9 +26,12 @@ namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 using IntTag = hn::RebindToSigned<FloatTag>;
+using IntVec = hn::Vec<IntTag>;
 using BitsTag = hn::RebindToUnsigned<FloatTag>;
+using HalvesTag = hn::Repartition<uint16_t, FloatTag>;
+using SignedHalvesTag = hn::Repartition<int16_t, FloatTag>;
 
-// ---- One vector of values from and to what is stored
+// ---- A vector of values from what is stored, and two of them to it
 
 HWY_INLINE FloatVec UnpackMaster(const uint16_t* weights, const uint16_t* remainders) {
   const hn::Rebind<uint16_t, FloatTag> d16;
@@ -37,17 +41,15 @@ HWY_INLINE FloatVec UnpackMaster(const uint16_t* weights, const uint16_t* remain
   return hn::BitCast(FloatTag(), hn::Add(hn::ShiftLeft<16>(high), hn::BitCast(BitsTag(), low)));
 }
 
-HWY_INLINE void PackMaster(FloatVec master, uint16_t* weights, uint16_t* remainders) {
+HWY_INLINE void PackMaster(FloatVec low, FloatVec high, uint16_t* weights, uint16_t* remainders) {
   const BitsTag du;
-  const hn::Rebind<uint16_t, FloatTag> d16;
-  const auto bits = hn::BitCast(du, master);
-  const auto high = hn::ShiftRight<16>(hn::Add(bits, hn::Set(du, 0x8000u)));
-  const auto low = hn::And(bits, hn::Set(du, 0xffffu));
-  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(IntTag(), high)), d16, weights);
-  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(IntTag(), low)), d16, remainders);
+  const HalvesTag d16;
+  const auto half = hn::Set(du, 0x8000u);
+  const auto low_bits = hn::BitCast(du, low);
+  const auto high_bits = hn::BitCast(du, high);
+  hn::StoreU(UpperHalves(hn::Add(low_bits, half), hn::Add(high_bits, half)), d16, weights);
+  hn::StoreU(LowerHalves(low_bits, high_bits), d16, remainders);
 }
-
-using IntVec = hn::Vec<IntTag>;
 
 HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) {
   const FloatTag d;
@@ -57,13 +59,23 @@ HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) 
   return hn::Mul(part, hn::Set(d, scale));
 }
 
+// bits(c) less: the thresholds that CodesOf adds.
+inline void LessBitsOf(const CodeTable& table, Thresholds& u) {
+  for (int32_t& each : u) each -= table.c_bits;
+}
+
+// Shifted left by kCodeShift, and something below that.
 HWY_INLINE IntVec CodesOf(const CodeTable& table, FloatVec magnitudes, float factor,
                           const int32_t* u) {
   const FloatTag d;
   const FloatVec part = hn::Mul(magnitudes, hn::Set(d, factor));
   const FloatVec y = hn::Add(hn::Mul(part, hn::Set(d, table.d)), hn::Set(d, table.c));
-  const IntVec above = hn::Sub(hn::BitCast(IntTag(), y), hn::Set(IntTag(), table.c_bits));
-  return hn::ShiftRight<kCodeShift>(hn::Add(above, hn::LoadU(IntTag(), u)));
+  return hn::Add(hn::BitCast(IntTag(), y), hn::LoadU(IntTag(), u));
+}
+
+// The codes of two vectors, which are their bits from kCodeShift on.
+HWY_INLINE hn::Vec<SignedHalvesTag> CodesIn(IntVec low, IntVec high) {
+  return hn::ShiftRight<kCodeShift - 16>(hn::BitCast(SignedHalvesTag(), UpperHalves(low, high)));
 }
 
 template <bool kCareful>
@@ -77,11 +89,18 @@ HWY_INLINE FloatVec UnpackExpAvg(const int8_t* codes, float scale) {
       hn::BitCast(d, hn::Or(hn::BitCast(di, value), hn::And(q, hn::Set(di, INT32_MIN)))));
 }
 
-HWY_INLINE void PackExpAvg(FloatVec m, float factor, const int32_t* u, int8_t* codes) {
-  const hn::Rebind<int8_t, FloatTag> d8;
-  const IntVec q = CodesOf(kExpAvgCodes, hn::Abs(m), factor, u);
-  const IntVec sign = hn::ShiftRight<31>(hn::BitCast(IntTag(), m));
-  hn::StoreU(hn::DemoteTo(d8, hn::Sub(hn::Xor(q, sign), sign)), d8, codes);
+// Of two vectors from `values` on.
+HWY_INLINE void PackExpAvg(const float* values, float factor, const int32_t* u, int8_t* codes) {
+  const FloatTag d;
+  const hn::Rebind<int8_t, SignedHalvesTag> d8;
+  // All bits inverted of what is negative, the sign among them.
+  const auto signed_codes = [&](size_t i) HWY_ATTR {
+    const FloatVec m = hn::Load(d, values + i);
+    const IntVec sign = hn::BroadcastSignBit(hn::BitCast(IntTag(), m));
+    return hn::Xor(CodesOf(kExpAvgCodes, hn::Abs(m), factor, u + i), sign);
+  };
+  const auto q = CodesIn(signed_codes(0), signed_codes(hn::Lanes(d)));
+  hn::StoreU(hn::DemoteTo(d8, hn::Sub(q, hn::BroadcastSignBit(q))), d8, codes);
 }
 
 template <bool kCareful>
@@ -91,127 +110,137 @@ HWY_INLINE FloatVec UnpackExpAvgSq(const uint8_t* codes, float scale) {
   return PIf<kCareful>(ValuesOf(kExpAvgSqCodes, q, scale));
 }
 
-HWY_INLINE void PackExpAvgSq(FloatVec v, float factor, const int32_t* u, uint8_t* codes) {
+HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u, uint8_t* codes) {
+  const FloatTag d;
   const IntTag di;
-  const hn::Rebind<uint8_t, FloatTag> d8;
-  const IntVec q = CodesOf(kExpAvgSqCodes, v, factor, u);
-  // Not negative: so its bits are 0, or at least 1.
-  const IntVec least = hn::Min(hn::BitCast(di, v), hn::Set(di, 1));
-  hn::StoreU(hn::DemoteTo(d8, hn::Max(q, least)), d8, codes);
-}
-
-HWY_INLINE void PackBFloat16(FloatVec value, uint16_t* to) {
-  const hn::Rebind<uint16_t, FloatTag> d16;
-  const auto bits = FloatToBFloat16Bits(FloatTag(), value);
-  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(IntTag(), bits)), d16, to);
+  const hn::Rebind<uint8_t, SignedHalvesTag> d8;
+  const auto at_least_1 = [&](size_t i) HWY_ATTR {
+    const FloatVec v = hn::Load(d, values + i);
+    // Not negative: so its bits are 0, or at least 1.
+    const IntVec least = hn::ShiftLeft<kCodeShift>(hn::Min(hn::BitCast(di, v), hn::Set(di, 1)));
+    return hn::Max(CodesOf(kExpAvgSqCodes, v, factor, u + i), least);
+  };
+  const auto q = CodesIn(at_least_1(0), at_least_1(hn::Lanes(d)));
+  hn::StoreU(hn::DemoteTo(d8, q), d8, codes);
 }
 
 // ---- One turn
 
-template <class Kernel, StateFormat kFormat>
-struct TurnValues {
-  alignas(64) float planes[Kernel::kPlanes][PackedTurnElements(kFormat)];
-  float scales[Kernel::kPlanes];  // 8bit: of the moments.
+// Adam's moments of a turn of 8bit: they get their codes when the largest are known.
+struct Moments {
+  alignas(64) float exp_avg[kPackedGroup];
+  alignas(64) float exp_avg_sq[kPackedGroup];
 };
 
-// The new values of the turn at `from`. False: the quick way does not do.
-template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
-HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from, const void* gradient,
-                                  const typename Kernel::Scalars& s,
-                                  TurnValues<Kernel, kFormat>& values) {
+HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec largest_sq,
+                            const PackedThresholds& u, const PackedPlaces& to) {
   const FloatTag d;
-  const size_t lanes = hn::Lanes(d);
-  LargeMask large = hn::FirstN(IntTag(), lanes);
-  FloatVec largest = hn::Zero(d);
-  FloatVec largest_sq = hn::Zero(d);
-  for (size_t i = 0; i < PackedTurnElements(kFormat); i += lanes) {
-    PlaneVecs<Kernel> planes;
-    planes[0] = UnpackMaster(from.weights + i, from.remainders + i);
-    if constexpr (kFormat == StateFormat::k8Bit) {
-      planes[1] = UnpackExpAvg<kCareful>(from.As<int8_t>(1) + i, *from.scales[1]);
-      planes[2] = UnpackExpAvgSq<kCareful>(from.As<uint8_t>(2) + i, *from.scales[2]);
-    } else {
-      for (size_t place = 1; place < Kernel::kPlanes; ++place) {
-        planes[place] = LoadAs<DType::kBFloat16>(d, from.codes[place], i);
-      }
-    }
-    Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, large);
-    ForEachPlace<Kernel>([&](auto place)
-                             HWY_ATTR { hn::Store(planes[place], d, values.planes[place] + i); });
-    if constexpr (kFormat == StateFormat::k8Bit) {
-      largest = hn::Max(largest, hn::Abs(planes[1]));
-      largest_sq = hn::Max(largest_sq, planes[2]);
-    }
+  const float scale = hn::GetLane(hn::MaxOfLanes(d, largest));
+  const float scale_sq = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
+  *to.scales[1] = scale;
+  *to.scales[2] = scale_sq;
+  const float factor = FactorOf(scale);
+  const float factor_sq = FactorOf(scale_sq);
+  for (size_t i = 0; i < kPackedGroup; i += 2 * hn::Lanes(d)) {
+    PackExpAvg(moments.exp_avg + i, factor, u.exp_avg.data() + i, to.As<int8_t>(1) + i);
+    PackExpAvgSq(moments.exp_avg_sq + i, factor_sq, u.exp_avg_sq.data() + i, to.As<uint8_t>(2) + i);
   }
-  if constexpr (kFormat == StateFormat::k8Bit) {
-    values.scales[1] = hn::GetLane(hn::MaxOfLanes(d, largest));
-    values.scales[2] = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
-  }
-  return kCareful || hn::AllTrue(IntTag(), large);
 }
 
-template <class Kernel, StateFormat kFormat>
-HWY_INLINE void PackTurn(const TurnValues<Kernel, kFormat>& values, const PackedThresholds& u,
-                         const PackedPlaces& to) {
+// The new values of one vector at `i` of the turn at `from`.
+template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
+HWY_INLINE void ComputePackedVector(const PackedPlaces& from, const void* gradient, size_t i,
+                                    const typename Kernel::Scalars& s, PlaneVecs<Kernel>& planes,
+                                    Seen& seen) {
+  const FloatTag d;
+  planes[0] = UnpackMaster(from.weights + i, from.remainders + i);
+  if constexpr (kFormat == StateFormat::k8Bit) {
+    planes[1] = UnpackExpAvg<kCareful>(from.As<int8_t>(1) + i, *from.scales[1]);
+    planes[2] = UnpackExpAvgSq<kCareful>(from.As<uint8_t>(2) + i, *from.scales[2]);
+  } else {
+    ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
+      if (place > 0) planes[place] = LoadAs<DType::kBFloat16>(d, from.codes[place], i);
+    });
+  }
+  Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, seen);
+}
+
+// The new state of the turn at `from`, into `record`. False: the quick way does not do.
+template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
+HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* gradient,
+                                  const typename Kernel::Scalars& s, const PackedThresholds& u,
+                                  const PackedPlaces& record_places) {
+  const PackedPlaces from = from_places;  // Copies that no store can change.
+  const PackedPlaces record = record_places;
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
-  constexpr size_t kElements = PackedTurnElements(kFormat);
-  for (size_t i = 0; i < kElements; i += lanes) {
-    PackMaster(hn::Load(d, values.planes[0] + i), to.weights + i, to.remainders + i);
+  const auto compute = [&](size_t i, PlaneVecs<Kernel>& planes, Seen& seen) HWY_ATTR {
+    ComputePackedVector<Kernel, kFormat, kGradient, kCareful>(from, gradient, i, s, planes, seen);
+  };
+  Seen seen;
+  [[maybe_unused]] Moments moments;
+  FloatVec largest = hn::Zero(d);
+  FloatVec largest_sq = hn::Zero(d);
+  for (size_t i = 0; i < PackedTurnElements(kFormat); i += 2 * lanes) {
+    PlaneVecs<Kernel> low, high;
+    compute(i, low, seen);
+    compute(i + lanes, high, seen);
+    PackMaster(low[0], high[0], record.weights + i, record.remainders + i);
+    if constexpr (kFormat == StateFormat::k8Bit) {
+      hn::Store(low[1], d, moments.exp_avg + i);
+      hn::Store(high[1], d, moments.exp_avg + i + lanes);
+      hn::Store(low[2], d, moments.exp_avg_sq + i);
+      hn::Store(high[2], d, moments.exp_avg_sq + i + lanes);
+      largest = hn::Max(largest, hn::Max(hn::Abs(low[1]), hn::Abs(high[1])));
+      largest_sq = hn::Max(largest_sq, hn::Max(low[2], high[2]));
+    } else {
+      ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
+        if (place > 0) {
+          StorePairAs<DType::kBFloat16>(d, low[place], high[place], record.codes[place], i,
+                                        /*stream=*/false);
+        }
+      });
+    }
   }
+  if (!kCareful && !seen.AllLarge()) return false;
   if constexpr (kFormat == StateFormat::k8Bit) {
-    *to.scales[1] = values.scales[1];
-    *to.scales[2] = values.scales[2];
-    const float factor = FactorOf(values.scales[1]);
-    const float factor_sq = FactorOf(values.scales[2]);
-    for (size_t i = 0; i < kElements; i += lanes) {
-      PackExpAvg(hn::Load(d, values.planes[1] + i), factor, u.exp_avg.data() + i,
-                 to.As<int8_t>(1) + i);
-      PackExpAvgSq(hn::Load(d, values.planes[2] + i), factor_sq, u.exp_avg_sq.data() + i,
-                   to.As<uint8_t>(2) + i);
-    }
-  } else {
-    for (size_t place = 1; place < Kernel::kPlanes; ++place) {
-      for (size_t i = 0; i < kElements; i += lanes) {
-        PackBFloat16(hn::Load(d, values.planes[place] + i), to.As<uint16_t>(place) + i);
-      }
-    }
+    PackMoments(moments, largest, largest_sq, u, record);
   }
+  return true;
 }
 
 // What goes out of the turn's weights.
 template <DType kShard>
-HWY_INLINE void StoreShard(const float* values, size_t elements, void* shard, bool stream) {
+HWY_INLINE void StoreShard(const PackedPlaces& from, size_t elements, void* shard, bool stream) {
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
   for (size_t i = 0; i < elements; i += 2 * lanes) {
-    StorePairAs<kShard>(d, hn::Load(d, values + i), hn::Load(d, values + i + lanes), shard, i,
-                        stream);
-  }
-}
-
-HWY_INLINE void StoreWeights(const uint16_t* weights, size_t elements, uint16_t* shard,
-                             bool stream) {
-  const hn::ScalableTag<uint16_t> d;
-  for (size_t i = 0; i < elements; i += hn::Lanes(d)) {
-    if (stream) {
-      hn::Stream(hn::LoadU(d, weights + i), d, shard + i);
+    if constexpr (kShard == DType::kBFloat16) {
+      const HalvesTag d16;
+      const auto weights = hn::LoadU(d16, from.weights + i);
+      auto* const to = static_cast<uint16_t*>(shard) + i;
+      stream ? hn::Stream(weights, d16, to) : hn::StoreU(weights, d16, to);
     } else {
-      hn::StoreU(hn::LoadU(d, weights + i), d, shard + i);
+      const auto master = [&](size_t at) HWY_ATTR {
+        return UnpackMaster(from.weights + at, from.remainders + at);
+      };
+      StorePairAs<kShard>(d, master(i), master(i + lanes), shard, i, stream);
     }
   }
 }
 
-// One turn of `elements`, from and to places that have room for a whole one.
+// One turn, from and to places that have room for a whole one.
 template <class Kernel, StateFormat kFormat, DType kGradient>
 HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& to,
                                  const void* gradient, void* shard, DType shard_dtype, bool stream,
                                  const typename Kernel::Scalars& s, const PackedThresholds& u,
                                  RedoWriter* redo, int64_t& careful_turns) {
   constexpr size_t kElements = PackedTurnElements(kFormat);
-  TurnValues<Kernel, kFormat> values;
+  RedoTurn own;
+  const PackedPlaces record =
+      PlacesOfTurn(redo == nullptr ? own : redo->next(), kFormat, Kernel::kPlanes);
   const auto compute = [&]<bool kCareful>(std::bool_constant<kCareful>) HWY_ATTR {
-    return ComputePackedTurn<Kernel, kFormat, kGradient, kCareful>(from, gradient, s, values);
+    return ComputePackedTurn<Kernel, kFormat, kGradient, kCareful>(from, gradient, s, u, record);
   };
   if (careful_turns == 0 && !compute(std::false_type()))
     careful_turns = kCarefulElements / kElements;
@@ -219,22 +248,16 @@ HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& t
     compute(std::true_type());
     --careful_turns;
   }
-  if (redo == nullptr) {
-    PackTurn<Kernel, kFormat>(values, u, to);
-  } else {
-    const PackedPlaces record = PlacesOfTurn(redo->next(), kFormat, Kernel::kPlanes);
-    PackTurn<Kernel, kFormat>(values, u, record);
-    redo->Record(kElements);
-    CopyTurn(kFormat, Kernel::kPlanes, record, to, kElements);
-  }
+  if (redo != nullptr) redo->Record(kElements);
+  CopyTurn(kFormat, Kernel::kPlanes, record, to, kElements);
   if (shard == nullptr) return;
   switch (shard_dtype) {
     case DType::kBFloat16:
-      return StoreWeights(to.weights, kElements, static_cast<uint16_t*>(shard), stream);
+      return StoreShard<DType::kBFloat16>(record, kElements, shard, stream);
     case DType::kFloat16:
-      return StoreShard<DType::kFloat16>(values.planes[0], kElements, shard, stream);
+      return StoreShard<DType::kFloat16>(record, kElements, shard, stream);
     case DType::kFloat32:
-      return StoreShard<DType::kFloat32>(values.planes[0], kElements, shard, stream);
+      return StoreShard<DType::kFloat32>(record, kElements, shard, stream);
   }
 }
 
@@ -272,12 +295,11 @@ HWY_INLINE void PrefetchTurn(const PackedPlaces& places, const void* gradient, D
     }
   };
   constexpr size_t kElements = PackedTurnElements(kFormat);
-  constexpr size_t kCodeBytes = kFormat == StateFormat::k8Bit ? 1 : 2;
   fetch(gradient, ahead * SizeBytes(dtype), kElements * SizeBytes(dtype));
   fetch(places.weights, ahead * 2, kElements * 2);
   fetch(places.remainders, ahead * 2, kElements * 2);
   for (size_t place = 1; place < Kernel::kPlanes; ++place) {
-    fetch(places.codes[place], ahead * kCodeBytes, kElements * kCodeBytes);
+    fetch(places.codes[place], ahead * CodeBytes(kFormat), kElements * CodeBytes(kFormat));
     if (kFormat != StateFormat::k8Bit) continue;
     fetch(places.scales[place], ahead / kElements * sizeof(float), sizeof(float));
   }
@@ -289,7 +311,9 @@ HWY_NOINLINE void UpdatePackedRun(const PackedRun& run, const typename Kernel::S
   constexpr size_t kPrefetchAhead = 1024;
   constexpr size_t kElements = PackedTurnElements(kFormat);
   const typename Kernel::Scalars s = scalars;
-  const PackedThresholds u(run.rule.update_count);
+  PackedThresholds u(run.rule.update_count);
+  LessBitsOf(kExpAvgCodes, u.exp_avg);
+  LessBitsOf(kExpAvgSqCodes, u.exp_avg_sq);
   const PlaneList planes = PlanesOf(*run.rule.values);
   PackedPlaces from = PlacesAt(run.from, planes, run.from_begin);
   PackedPlaces to = PlacesAt(run.to, planes, run.to_begin);

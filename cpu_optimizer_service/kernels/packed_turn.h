@@ -19,6 +19,9 @@ constexpr size_t PackedTurnElements(StateFormat format) {
   return format == StateFormat::k8Bit ? kPackedGroup : kPackedGroup / 2;
 }
 
+// Of a moment's code. StoredBytes says the same, but is a call.
+constexpr size_t CodeBytes(StateFormat format) { return format == StateFormat::k8Bit ? 1 : 2; }
+
 // By a plane's place in its group.
 struct PackedPlaces {
   uint16_t* weights = nullptr;
@@ -35,7 +38,7 @@ struct PackedPlaces {
     behind.weights += elements;
     behind.remainders += elements;
     for (size_t place = 1; place < kMaxPlanes && codes[place] != nullptr; ++place) {
-      behind.codes[place] = As<std::byte>(place) + StoredBytes(format, Plane::kExpAvg, elements);
+      behind.codes[place] = As<std::byte>(place) + elements * CodeBytes(format);
       if (scales[place] != nullptr) behind.scales[place] += elements / kPackedGroup;
     }
     return behind;
@@ -68,7 +71,7 @@ inline PackedPlaces PlacesOfTurn(RedoTurn& turn, StateFormat format, size_t plan
   places.weights = reinterpret_cast<uint16_t*>(take(2 * elements));
   places.remainders = reinterpret_cast<uint16_t*>(take(2 * elements));
   for (size_t place = 1; place < planes; ++place) {
-    places.codes[place] = take(StoredBytes(format, Plane::kExpAvg, elements));
+    places.codes[place] = take(elements * CodeBytes(format));
   }
   for (size_t place = 1; place < planes && format == StateFormat::k8Bit; ++place) {
     places.scales[place] = reinterpret_cast<float*>(take(sizeof(float)));
@@ -84,12 +87,8 @@ inline void CopyTurn(StateFormat format, size_t planes, const PackedPlaces& from
   std::memcpy(to.weights, from.weights, 2 * elements);
   std::memcpy(to.remainders, from.remainders, 2 * elements);
   for (size_t place = 1; place < planes; ++place) {
-    if (format == StateFormat::k8Bit) {
-      std::memcpy(to.codes[place], from.codes[place], elements);
-      *to.scales[place] = *from.scales[place];
-    } else {
-      std::memcpy(to.codes[place], from.codes[place], 2 * elements);
-    }
+    std::memcpy(to.codes[place], from.codes[place], elements * CodeBytes(format));
+    if (format == StateFormat::k8Bit) *to.scales[place] = *from.scales[place];
   }
 }
 
