@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/functional/function_ref.h"
@@ -14,6 +17,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/limits/processors.h"
+#include "cpu_optimizer_service/common/packed/packed_state.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/steady_time.h"
@@ -26,9 +30,9 @@
 namespace ballast {
 namespace {
 
-// Of memory for an element: gradient, three planes, shard.
-constexpr int64_t kBytesPerElement = 2 + 4 + 4 + 4 + 2;
 constexpr int kMaxRounds = 100;
+// Adam's, without amsgrad: as many as any update here has.
+constexpr Plane kPlanes[] = {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq};
 
 using Clock = std::chrono::steady_clock;
 
@@ -45,79 +49,125 @@ double Median(std::vector<double> values) {
 }
 
 // Of a rule of two rounds each one moves a plane; the first is measured.
-size_t PlanesMoved(const HyperParameters& values) {
-  return HasTwoRounds(values.rule) ? 1 : PlanesOf(values).size();
+PlaneList PlanesMoved(const HyperParameters& values) {
+  const PlaneList planes = PlanesOf(values);
+  return HasTwoRounds(values.rule) ? planes.first(1) : planes;
 }
 
-// The arrays of an update of whole chunks.
+int64_t StoredBytesOf(PlaneList planes, StateFormat format, int64_t elements) {
+  int64_t bytes = 0;
+  for (const Plane plane : StoredPlanesOf(planes, format)) {
+    bytes += StoredBytes(format, plane, elements);
+  }
+  return bytes;
+}
+
+// Reads the gradient and the state, writes the state and the shard.
+double TrafficPerElement(const BenchmarkedUpdate& update) {
+  const int64_t state = StoredBytesOf(PlanesMoved(update.values), update.format, kPackedGroup);
+  return 2 + 2 * static_cast<double>(state) / kPackedGroup + 2;
+}
+
+// The arrays of updates of whole chunks: gradients and shards for all, and a state in each format.
 class Arrays {
  public:
-  static absl::StatusOr<Arrays> Create(int64_t chunks, ArenaFactory& arenas, TaskPool& pool) {
+  static absl::StatusOr<Arrays> Create(int64_t chunks, const std::set<StateFormat>& formats,
+                                       ArenaFactory& arenas, TaskPool& pool) {
     Arrays arrays;
     arrays.chunks_ = chunks;
-    const int64_t elements = chunks * kMaxChunkElements;
-    // The sizes are of one element each, in the order by which Traffic and Run find the arenas.
-    for (const int64_t bytes : {2, 4, 4, 4, 2}) {
-      BALLAST_ASSIGN_OR_RETURN(
-          arrays.arenas_.emplace_back(),
-          // All pages are there before anything is measured, near the threads that will use them.
-          arenas.Create(elements * bytes, "the self-benchmark", ArenaFactory::Touch::kNow));
+    const auto create = [&](int64_t chunk_bytes) {
+      // All pages are there before anything is measured, near the threads that will use them.
+      return arenas.Create(chunks * chunk_bytes, "the self-benchmark", ArenaFactory::Touch::kNow);
+    };
+    BALLAST_ASSIGN_OR_RETURN(arrays.gradients_, create(2 * kMaxChunkElements));
+    BALLAST_ASSIGN_OR_RETURN(arrays.shards_, create(2 * kMaxChunkElements));
+    for (const StateFormat format : formats) {
+      for (const Plane plane : StoredPlanesOf(kPlanes, format)) {
+        BALLAST_ASSIGN_OR_RETURN(arrays.states_[format].emplace_back(),
+                                 create(StoredBytes(format, plane, kMaxChunkElements)));
+      }
     }
-    // The moments stay zero, and become what the gradient makes them.
+    // The moments stay zero, and become what the gradient makes them. Ordinary values keep the kernel on
+    // the way that it takes in training (kernels/turns-inl.h).
+    const std::vector<float> weights(kMaxChunkElements, 0.5f);
     pool.ForEach(chunks, [&](int64_t chunk) {
-      const UpdateTraffic traffic = arrays.Traffic(chunk, 3);
-      // Ordinary values keep the kernel on the way that it takes in training (kernels/adam-inl.h).
-      std::fill_n(const_cast<uint16_t*>(traffic.gradient), kMaxChunkElements,
+      std::fill_n(At<uint16_t>(*arrays.gradients_, chunk, 2 * kMaxChunkElements), kMaxChunkElements,
                   FloatToBFloat16(0.01f));
-      std::fill_n(traffic.planes[0], kMaxChunkElements, 0.5f);
+      for (const StateFormat format : formats) {
+        WritePlane(arrays.State(chunk, kPlanes, format), Plane::kMaster, 0, weights);
+      }
     });
     return arrays;
+  }
+
+  // Of gradients, shards and states.
+  static int64_t ChunkBytes(const std::set<StateFormat>& formats) {
+    int64_t bytes = (2 + 2) * kMaxChunkElements;
+    for (const StateFormat format : formats) {
+      bytes += StoredBytesOf(kPlanes, format, kMaxChunkElements);
+    }
+    return bytes;
   }
 
   int64_t chunks() const { return chunks_; }
   std::optional<double> huge_page_share() const {
     // The master plane stands for all, which are made in the same way.
-    return HugePageShare(arenas_[1]->data(), arenas_[1]->size_bytes());
+    Arena& master = *states_.begin()->second[0];
+    return HugePageShare(master.data(), master.size_bytes());
   }
 
-  // `planes`: 1 to 3.
-  UpdateTraffic Traffic(int64_t chunk, size_t planes) const {
-    UpdateTraffic traffic = {.elements = kMaxChunkElements,
-                             .gradient = At<uint16_t>(0, chunk),
-                             .planes = {},
-                             .shard = At<uint16_t>(4, chunk)};
-    for (size_t plane = 0; plane < planes; ++plane) {
-      traffic.planes[plane] = At<float>(static_cast<int>(plane) + 1, chunk);
-    }
-    return traffic;
+  UpdateTraffic Traffic(int64_t chunk, const BenchmarkedUpdate& update) const {
+    return {.elements = kMaxChunkElements,
+            .gradient = At<uint16_t>(*gradients_, chunk, 2 * kMaxChunkElements),
+            .state = State(chunk, PlanesMoved(update.values), update.format),
+            .shard = At<uint16_t>(*shards_, chunk, 2 * kMaxChunkElements)};
   }
-  RuleRun Run(int64_t chunk, const HyperParameters& values) const {
-    const UpdateTraffic at = Traffic(chunk, PlanesMoved(values));
+
+  void Update(int64_t chunk, const BenchmarkedUpdate& update) const {
+    const UpdateTraffic at = Traffic(chunk, update);
     RuleRun run = {.elements = at.elements,
                    .gradient = at.gradient,
                    .gradient_dtype = DType::kBFloat16,
-                   .to = at.planes,
                    .shard = at.shard,
                    .shard_dtype = DType::kBFloat16,
-                   .values = &values,
+                   .values = &update.values,
                    // Any but the first will do: the work is the same.
                    .update_count = 10};
-    std::ranges::copy(at.planes, run.from.begin());
-    if (HasTwoRounds(values.rule)) {
-      run.from[1] = run.from[0];
-      run.to[1] = run.to[0];
+    if (update.format != StateFormat::kFloat32) {
+      return UpdatePacked({.rule = run, .from = at.state, .to = at.state});
     }
-    return run;
+    const PlaneList moved = PlanesMoved(update.values);
+    for (size_t place = 0; place < PlanesOf(update.values).size(); ++place) {
+      run.from[place] = run.to[place] = at.state[moved[std::min(place, moved.size() - 1)]];
+    }
+    UpdateByRule(run);
   }
 
  private:
   template <class T>
-  T* At(int arena, int64_t chunk) const {
-    return reinterpret_cast<T*>(arenas_[arena]->data()) + chunk * kMaxChunkElements;
+  static T* At(Arena& arena, int64_t chunk, int64_t chunk_bytes) {
+    return reinterpret_cast<T*>(arena.data() + chunk * chunk_bytes);
+  }
+
+  // Planes of a rule have the arenas of kPlanes, by their places.
+  Slot State(int64_t chunk, PlaneList planes, StateFormat format) const {
+    const std::vector<std::unique_ptr<Arena>>& arenas = states_.at(format);
+    Slot slot = {.format = format};
+    size_t number = 0;
+    for (const Plane plane : StoredPlanesOf(planes, format)) {
+      const size_t arena =
+          number < planes.size() ? number : number - planes.size() + std::size(kPlanes);
+      ++number;
+      slot.planes[static_cast<int>(plane)] =
+          At<void>(*arenas[arena], chunk, StoredBytes(format, plane, kMaxChunkElements));
+    }
+    return slot;
   }
 
   int64_t chunks_ = 0;
-  std::vector<std::unique_ptr<Arena>> arenas_;
+  std::unique_ptr<Arena> gradients_;
+  std::unique_ptr<Arena> shards_;
+  std::map<StateFormat, std::vector<std::unique_ptr<Arena>>> states_;
 };
 
 // Runs body(chunk) for all chunks, somehow.
@@ -128,27 +178,27 @@ struct Times {
   std::vector<double> kernel;
 };
 
-void MeasureRound(const Arrays& arrays, const HyperParameters& values, int prefetch_ahead,
+void MeasureRound(const Arrays& arrays, const BenchmarkedUpdate& update, int prefetch_ahead,
                   ForChunks for_chunks, Times& times) {
-  const size_t planes = PlanesMoved(values);
   // The two are measured one after the other in every round. What slows the host for a while slows
   // both, and hardly shows in their ratio.
   times.roofline.push_back(Seconds([&] {
-    for_chunks([&](int64_t chunk) { MoveTraffic(arrays.Traffic(chunk, planes), prefetch_ahead); });
+    for_chunks([&](int64_t chunk) { MoveTraffic(arrays.Traffic(chunk, update), prefetch_ahead); });
   }));
-  times.kernel.push_back(Seconds(
-      [&] { for_chunks([&](int64_t chunk) { UpdateByRule(arrays.Run(chunk, values)); }); }));
+  times.kernel.push_back(
+      Seconds([&] { for_chunks([&](int64_t chunk) { arrays.Update(chunk, update); }); }));
 }
 
 // The distance with which the roofline is highest; the first where there is no time to try.
-int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
+int BestPrefetch(const Arrays& arrays, const BenchmarkedUpdate& update, ForChunks for_chunks,
+                 double seconds) {
   int best = kPrefetchAheadElements[0];
   double best_seconds = 0;
   double spent_seconds = 0;
   for (const int ahead : kPrefetchAheadElements) {
     for (int turn = 0; turn < 2; ++turn) {  // The first of all also warms up.
       const double taken = Seconds([&] {
-        for_chunks([&](int64_t chunk) { MoveTraffic(arrays.Traffic(chunk, 3), ahead); });
+        for_chunks([&](int64_t chunk) { MoveTraffic(arrays.Traffic(chunk, update), ahead); });
       });
       spent_seconds += taken;
       if (best_seconds == 0 || taken < best_seconds) {
@@ -162,7 +212,15 @@ int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
   return best;
 }
 
-KernelSpeed SpeedOf(const HyperParameters& values, int threads, int64_t elements,
+std::string NameOf(const BenchmarkedUpdate& update) {
+  const HyperParameters& values = update.values;
+  const bool has_momentum = values.rule == Rule::kSgd && values.momentum > 0;
+  const bool is_packed = update.format != StateFormat::kFloat32;
+  return absl::StrCat(TitleOf(values), has_momentum ? " momentum" : "", is_packed ? " " : "",
+                      is_packed ? Name(update.format) : "");
+}
+
+KernelSpeed SpeedOf(const BenchmarkedUpdate& update, int threads, int64_t elements,
                     const Times& times) {
   std::vector<double> fractions;
   for (size_t round = 0; round < times.kernel.size(); ++round) {
@@ -170,9 +228,8 @@ KernelSpeed SpeedOf(const HyperParameters& values, int threads, int64_t elements
     fractions.push_back(times.roofline[round] / times.kernel[round]);
   }
   const auto count = static_cast<double>(elements);
-  const bool has_momentum = values.rule == Rule::kSgd && values.momentum > 0;
-  return {.optimizer = absl::StrCat(TitleOf(values), has_momentum ? " momentum" : ""),
-          .planes = static_cast<int>(PlanesMoved(values)),
+  return {.optimizer = NameOf(update),
+          .bytes_per_element = TrafficPerElement(update),
           .threads = threads,
           .roofline_elements_per_second = count / Median(times.roofline),
           .kernel_elements_per_second = count / Median(times.kernel),
@@ -182,7 +239,7 @@ KernelSpeed SpeedOf(const HyperParameters& values, int threads, int64_t elements
 std::string Row(const KernelSpeed& speed) {
   const auto column = [&](double elements_per_second) {
     return absl::StrFormat("%7.1f GB/s %7.3f Gparam/s",
-                           elements_per_second * TrafficBytesPerElement(speed.planes) / 1e9,
+                           elements_per_second * speed.bytes_per_element / 1e9,
                            elements_per_second / 1e9);
   };
   return absl::StrFormat("%-12s %-12s %s   %s   %5.2f\n", speed.optimizer,
@@ -202,34 +259,37 @@ SelfBenchmarkOptions BriefSelfBenchmark(int threads, int64_t memory_limit_bytes)
 
 absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& options) {
   const Clock::time_point begin = Clock::now();
-  const int64_t chunks = options.memory_bytes / (kMaxChunkElements * kBytesPerElement);
+  const std::vector<BenchmarkedUpdate>& updates = options.updates;
+  std::set<StateFormat> formats;
+  for (const BenchmarkedUpdate& update : updates) formats.insert(update.format);
+  const int64_t chunk_bytes = Arrays::ChunkBytes(formats);
+  const int64_t chunks = options.memory_bytes / chunk_bytes;
   if (chunks < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the self-benchmark needs at least ", kMaxChunkElements * kBytesPerElement,
-                     " bytes of memory and has ", options.memory_bytes));
+    return absl::InvalidArgumentError(absl::StrCat("the self-benchmark needs at least ",
+                                                   chunk_bytes, " bytes of memory and has ",
+                                                   options.memory_bytes));
   }
   TaskPool pool(options.threads, *options.topology);
   const std::unique_ptr<ArenaFactory> arenas = MakeAnonymousArenaFactory(&pool);
-  BALLAST_ASSIGN_OR_RETURN(const Arrays arrays, Arrays::Create(chunks, *arenas, pool));
+  BALLAST_ASSIGN_OR_RETURN(const Arrays arrays, Arrays::Create(chunks, formats, *arenas, pool));
 
   const auto with_all = [&](absl::FunctionRef<void(int64_t)> body) { pool.ForEach(chunks, body); };
   // The calling thread does all of it, in the same memory as the pool's threads.
   const auto with_one = [&](absl::FunctionRef<void(int64_t)> body) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk);
   };
-  const std::vector<HyperParameters>& rules = options.rules;
-  std::vector<Times> all(rules.size());
-  std::vector<Times> one(rules.size());
-  const int ahead = BestPrefetch(arrays, with_all, options.seconds);
+  std::vector<Times> all(updates.size());
+  std::vector<Times> one(updates.size());
+  const int ahead = BestPrefetch(arrays, updates[0], with_all, options.seconds);
   double round_seconds = 0;
   int rounds = 0;
   // Another round begins only if one that takes as long as the last would end in time.
   while (rounds == 0 ||
          (rounds < kMaxRounds && SecondsSince(begin) + round_seconds < options.seconds)) {
     round_seconds = Seconds([&] {
-      for (size_t i = 0; i < rules.size(); ++i) {
-        MeasureRound(arrays, rules[i], ahead, with_all, all[i]);
-        MeasureRound(arrays, rules[i], ahead, with_one, one[i]);
+      for (size_t i = 0; i < updates.size(); ++i) {
+        MeasureRound(arrays, updates[i], ahead, with_all, all[i]);
+        MeasureRound(arrays, updates[i], ahead, with_one, one[i]);
       }
     });
     ++rounds;
@@ -239,14 +299,14 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   result.kernel_target = KernelTarget();
   result.elements = chunks * kMaxChunkElements;
   result.rounds = rounds;
-  for (size_t i = 0; i < rules.size(); ++i) {
-    result.all_threads.push_back(SpeedOf(rules[i], pool.threads(), result.elements, all[i]));
-    result.one_thread.push_back(SpeedOf(rules[i], 1, result.elements, one[i]));
+  for (size_t i = 0; i < updates.size(); ++i) {
+    result.all_threads.push_back(SpeedOf(updates[i], pool.threads(), result.elements, all[i]));
+    result.one_thread.push_back(SpeedOf(updates[i], 1, result.elements, one[i]));
   }
   // Arrays that fit in the last cache say nothing about memory.
   const int64_t cache_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
   // sysconf says 0 where it does not know. Then all arrays count as large.
-  const bool beyond_cache = chunks * kMaxChunkElements * kBytesPerElement >= 2 * cache_bytes;
+  const bool beyond_cache = chunks * Arrays::ChunkBytes({updates[0].format}) >= 2 * cache_bytes;
   result.facts = {.threads = pool.threads(),
                   .processors = std::min(options.topology->processors(), UsableProcessorCount()),
                   .nodes = static_cast<int>(options.topology->nodes.size()),

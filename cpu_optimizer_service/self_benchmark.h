@@ -15,15 +15,21 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/plane.h"
 #include "cpu_optimizer_service/host/topology.h"
 
 namespace ballast {
+
+struct BenchmarkedUpdate {
+  HyperParameters values;  // With at most three planes.
+  StateFormat format = StateFormat::kFloat32;
+};
 
 struct SelfBenchmarkOptions {
   int threads = 0;                                // As in TaskPool.
   int64_t memory_bytes = int64_t{2} << 30;        // Maximum; the more, the less caches matter.
   double seconds = 5;                             // The approximate total; at least one round runs.
-  std::vector<HyperParameters> rules = {{}};      // At least one; with at most three planes.
+  std::vector<BenchmarkedUpdate> updates = {{}};  // At least one.
   const Topology* topology = &MachineTopology();  // Another one for tests.
 };
 // Short enough for the start of a service: at most a third of a second on most hosts, and at most
@@ -31,8 +37,8 @@ struct SelfBenchmarkOptions {
 SelfBenchmarkOptions BriefSelfBenchmark(int threads, int64_t memory_limit_bytes);
 
 struct KernelSpeed {
-  std::string optimizer;
-  int planes = 0;
+  std::string optimizer;         // And its format, if that is not fp32.
+  double bytes_per_element = 0;  // Of traffic, with gradients and shards in bf16.
   int threads = 0;
   // Medians over the rounds.
   double roofline_elements_per_second = 0;
@@ -47,7 +53,7 @@ struct HostFacts {
   int nodes = 0;
   bool bound = true;                      // Each thread to its node; meaningless with one node.
   std::optional<double> huge_page_share;  // 0 to 1; empty if the system does not say.
-  std::optional<double> kernel_fraction;  // Of the roofline: the first rule's, with all threads.
+  std::optional<double> kernel_fraction;  // Of the roofline: the first update's, with all threads.
 };
 // One line each.
 std::vector<std::string> HostWarnings(const HostFacts& facts);
@@ -57,7 +63,7 @@ struct SelfBenchmark {
   std::string kernel_target;  // The instruction set.
   int64_t elements = 0;
   int rounds = 0;
-  std::vector<KernelSpeed> all_threads;  // By rule.
+  std::vector<KernelSpeed> all_threads;  // By update.
   std::vector<KernelSpeed> one_thread;
 };
 

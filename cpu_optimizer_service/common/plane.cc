@@ -32,7 +32,7 @@ StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format) {
 }
 
 int64_t StoredCount(Plane stored, int64_t elements) {
-  return IsScale(stored) ? DivideUp(elements, kPackedGroup) : elements;
+  return DivideUp(elements, ElementsPerNumber(stored));
 }
 
 int64_t StoredBytes(StateFormat format, Plane stored, int64_t elements) {

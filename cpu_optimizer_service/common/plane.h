@@ -45,6 +45,8 @@ inline bool IsOfSquares(Plane plane) {
 
 // How the values of a group's planes are stored: packed/codes.h has the formulas.
 enum class StateFormat : uint8_t { kFloat32, kBFloat16, k8Bit };
+inline constexpr std::array kStateFormats = {StateFormat::kFloat32, StateFormat::kBFloat16,
+                                             StateFormat::k8Bit};
 
 absl::string_view Name(StateFormat format);  // "fp32", "bf16", "8bit".
 std::optional<StateFormat> FindStateFormat(absl::string_view name);
@@ -58,6 +60,8 @@ StoredPlanes StoredPlanesOf(PlaneList planes, StateFormat format);
 inline bool IsScale(Plane stored) {
   return stored == Plane::kExpAvgScale || stored == Plane::kExpAvgSqScale;
 }
+// Elements for one stored number.
+inline int64_t ElementsPerNumber(Plane stored) { return IsScale(stored) ? kPackedGroup : 1; }
 // Stored of `elements` of a parameter, from a multiple of kPackedGroup on: numbers, and bytes.
 int64_t StoredCount(Plane stored, int64_t elements);
 int64_t StoredBytes(StateFormat format, Plane stored, int64_t elements);

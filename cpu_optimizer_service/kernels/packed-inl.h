@@ -330,8 +330,8 @@ HWY_NOINLINE void UpdatePackedRun(const PackedRun& run, const typename Kernel::S
     UpdatePackedTurn<Kernel, kFormat, kGradient>(from, to, gradient, shard, shard_dtype, stream, s,
                                                  u, redo, careful_turns);
     PrefetchTurn<Kernel, kFormat>(from, gradient, kGradient, kPrefetchAhead);
-    from = from.Behind(kElements, kFormat);
-    to = to.Behind(kElements, kFormat);
+    from.Advance(kElements, kFormat, Kernel::kPlanes);
+    to.Advance(kElements, kFormat, Kernel::kPlanes);
     gradient += kElements * SizeBytes(kGradient);
     if (shard != nullptr) shard += kElements * SizeBytes(shard_dtype);
   }

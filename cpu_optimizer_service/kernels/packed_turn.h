@@ -33,30 +33,29 @@ struct PackedPlaces {
   Element* As(size_t place) const {
     return static_cast<Element*>(codes[place]);
   }
-  PackedPlaces Behind(size_t elements, StateFormat format) const {
-    PackedPlaces behind = *this;
-    behind.weights += elements;
-    behind.remainders += elements;
-    for (size_t place = 1; place < kMaxPlanes && codes[place] != nullptr; ++place) {
-      behind.codes[place] = As<std::byte>(place) + elements * CodeBytes(format);
-      if (scales[place] != nullptr) behind.scales[place] += elements / kPackedGroup;
+  void Advance(size_t elements, StateFormat format, size_t planes) {
+    weights += elements;
+    remainders += elements;
+    for (size_t place = 1; place < planes; ++place) {
+      codes[place] = As<std::byte>(place) + elements * CodeBytes(format);
+      if (format == StateFormat::k8Bit) scales[place] += elements / kPackedGroup;
     }
-    return behind;
   }
 };
 
 // From element `begin` of `slot` on, a multiple of kPackedGroup.
 inline PackedPlaces PlacesAt(const Slot& slot, PlaneList planes, int64_t begin) {
-  PackedPlaces first = {.weights = slot.As<uint16_t>(Plane::kMaster),
-                        .remainders = slot.As<uint16_t>(Plane::kMasterRemainder)};
+  PackedPlaces places = {.weights = slot.As<uint16_t>(Plane::kMaster),
+                         .remainders = slot.As<uint16_t>(Plane::kMasterRemainder)};
   for (size_t place = 1; place < planes.size(); ++place) {
-    first.codes[place] = slot.As<void>(planes[place]);
+    places.codes[place] = slot.As<void>(planes[place]);
   }
   if (slot.format == StateFormat::k8Bit) {
-    first.scales[1] = slot.As<float>(Plane::kExpAvgScale);
-    first.scales[2] = slot.As<float>(Plane::kExpAvgSqScale);
+    places.scales[1] = slot.As<float>(Plane::kExpAvgScale);
+    places.scales[2] = slot.As<float>(Plane::kExpAvgSqScale);
   }
-  return first.Behind(begin, slot.format);
+  places.Advance(begin, slot.format, planes.size());
+  return places;
 }
 
 inline PackedPlaces PlacesOfTurn(RedoTurn& turn, StateFormat format, size_t planes) {

@@ -1,8 +1,9 @@
 #include "cpu_optimizer_service/kernels/roofline.h"
 
-#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <utility>
 
 // This file is compiled once per instruction set, by including itself; the order of these matters.
@@ -12,7 +13,6 @@
 #define HWY_TARGET_INCLUDE "cpu_optimizer_service/kernels/roofline.cc"
 #include "hwy/foreach_target.h"
 
-#include "cpu_optimizer_service/kernels/conversion-inl.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
 // clang-format on
@@ -22,62 +22,96 @@ namespace ballast {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The 16-bit shard: the upper halves of the first plane.
-template <class DF>
-HWY_INLINE void StreamUpperHalves(DF df, hn::Vec<DF> low, hn::Vec<DF> high, uint16_t* to) {
-  const hn::RebindToSigned<DF> di;
-  const hn::RebindToUnsigned<DF> du;
-  const hn::Repartition<uint16_t, DF> d16;
-  const hn::Half<decltype(d16)> d16_half;
-  const auto half = [&](hn::Vec<DF> value) HWY_ATTR {
-    return hn::DemoteTo(d16_half, hn::BitCast(di, hn::ShiftRight<16>(hn::BitCast(du, value))));
-  };
-  hn::Stream(hn::Combine(d16, half(high), half(low)), d16, to);
+using HalvesTag = hn::ScalableTag<uint16_t>;
+using HalvesVec = hn::Vec<HalvesTag>;
+
+// kBytes that were loaded, a multiple of 64.
+template <size_t kBytes>
+class Moved {
+ public:
+  HWY_INLINE Moved(const uint16_t* from, HalvesVec bits) {
+    for (size_t i = 0; i < kVectors; ++i) {
+      vectors_[i] = hn::Or(hn::LoadU(HalvesTag(), from + i * hn::Lanes(HalvesTag())), bits);
+    }
+  }
+  HWY_INLINE void Store(uint16_t* to) const {
+    for (size_t i = 0; i < kVectors; ++i) {
+      hn::StoreU(vectors_[i], HalvesTag(), to + i * hn::Lanes(HalvesTag()));
+    }
+  }
+  HWY_INLINE void Stream(uint16_t* to, size_t bytes) const {
+    for (size_t i = 0; i < bytes / sizeof(vectors_[0]); ++i) {
+      hn::Stream(vectors_[i], HalvesTag(), to + i * hn::Lanes(HalvesTag()));
+    }
+  }
+
+ private:
+  static constexpr size_t kVectors = kBytes / 2 / hn::MaxLanes(HalvesTag());
+  HalvesVec vectors_[kVectors];
+};
+
+template <size_t kBytes>
+HWY_INLINE void PrefetchLines(const uint16_t* data, size_t elements, size_t ahead) {
+  const char* const first = reinterpret_cast<const char*>(data) + ahead * kBytes / elements;
+  for (size_t byte = 0; byte < kBytes; byte += 64) hwy::Prefetch(first + byte);
 }
 
-// Loads come before stores: where arrays lie at the same place in their pages, a load would else
+// kElements at a time, which are kBytes of each stream. The first has at least as many bytes as the
+// shard. Loads come before stores: where arrays lie at the same place in their pages, a load would else
 // wait for the store before it.
-template <size_t... kPlane, class DF>
-HWY_INLINE hn::Vec<DF> MoveVector(std::index_sequence<kPlane...>, DF df, const UpdateTraffic& t,
-                                  size_t at, float zero) {
-  const auto nothing = hn::Mul(LoadAs<DType::kBFloat16>(df, t.gradient, at), hn::Set(df, zero));
-  const hn::Vec<DF> moved[] = {hn::Add(hn::LoadU(df, t.planes[kPlane] + at), nothing)...};
-  (hn::StoreU(moved[kPlane], df, t.planes[kPlane] + at), ...);
-  return moved[0];
-}
-
-// `zero` is 0, which the compiler does not know: it would leave out a store of what was loaded.
-template <size_t kPlanes>
-HWY_NOINLINE void MovePlanes(const UpdateTraffic& traffic, size_t prefetch_ahead, float zero) {
-  constexpr std::make_index_sequence<kPlanes> kEach;
-  const hn::ScalableTag<float> df;
-  using FloatVec = hn::Vec<decltype(df)>;
-  const size_t lanes = hn::Lanes(df);
-  const UpdateTraffic t = traffic;  // A copy that no store can change.
-  constexpr size_t kLines = 32;     // Elements of a cache line of gradient, and two of each plane.
-  const size_t turn = std::max(kLines, 2 * lanes);
-  for (size_t begin = 0; begin < static_cast<size_t>(t.elements); begin += turn) {
-    for (size_t i = begin; i < begin + turn; i += 2 * lanes) {
-      const FloatVec low = MoveVector(kEach, df, t, i, zero);
-      const FloatVec high = MoveVector(kEach, df, t, i + lanes, zero);
-      StreamUpperHalves(df, low, high, t.shard + i);
+template <size_t kElements, size_t... kBytes, size_t... kStream>
+HWY_INLINE void MoveStreams(std::index_sequence<kStream...>, const UpdateTraffic& t,
+                            const std::array<uint16_t*, sizeof...(kBytes)>& streams, size_t ahead,
+                            uint16_t mask) {
+  const HalvesTag d;
+  for (size_t at = 0; at < static_cast<size_t>(t.elements); at += kElements) {
+    HalvesVec bits = hn::Zero(d);
+    for (size_t i = 0; i < kElements; i += hn::Lanes(d)) {
+      bits = hn::Or(bits, hn::LoadU(d, t.gradient + at + i));
     }
-    if (prefetch_ahead != 0) {
-      hwy::Prefetch(t.gradient + begin + prefetch_ahead);
-      for (size_t plane = 0; plane < kPlanes; ++plane) {
-        hwy::Prefetch(t.planes[plane] + begin + prefetch_ahead);
-        hwy::Prefetch(t.planes[plane] + begin + prefetch_ahead + kLines / 2);
-      }
+    bits = hn::And(bits, hn::Set(d, mask));
+    const auto place = [&](size_t stream, size_t bytes)
+                           HWY_ATTR { return streams[stream] + at * bytes / kElements / 2; };
+    const std::tuple moved(Moved<kBytes>(place(kStream, kBytes), bits)...);
+    (std::get<kStream>(moved).Store(place(kStream, kBytes)), ...);
+    std::get<0>(moved).Stream(t.shard + at, 2 * kElements);
+    for (const Plane plane : {Plane::kExpAvgScale, Plane::kExpAvgSqScale}) {
+      auto* const scales = t.state.As<uint32_t>(plane);
+      if (scales != nullptr) scales[at / kPackedGroup] |= hn::GetLane(bits) * 0x10001u;
     }
+    if (ahead == 0) continue;
+    PrefetchLines<2 * kElements>(t.gradient + at, kElements, ahead);
+    (PrefetchLines<kBytes>(place(kStream, kBytes), kElements, ahead), ...);
   }
   hwy::FlushStream();
 }
 
-HWY_NOINLINE void Move(const UpdateTraffic& traffic, size_t prefetch_ahead, float zero) {
-  if (traffic.planes[1] == nullptr) return MovePlanes<1>(traffic, prefetch_ahead, zero);
-  if (traffic.planes[2] == nullptr) return MovePlanes<2>(traffic, prefetch_ahead, zero);
-  if (traffic.planes[3] == nullptr) return MovePlanes<3>(traffic, prefetch_ahead, zero);
-  MovePlanes<4>(traffic, prefetch_ahead, zero);
+template <size_t kElements, size_t... kBytes>
+HWY_NOINLINE void Move(const UpdateTraffic& traffic, size_t ahead, uint16_t mask) {
+  std::array<uint16_t*, sizeof...(kBytes)> streams = {};
+  size_t count = 0;
+  for (int kind = 0; kind < kStoredPlaneKinds; ++kind) {
+    const auto plane = static_cast<Plane>(kind);
+    if (IsScale(plane) || traffic.state.planes[kind] == nullptr) continue;
+    streams[count++] = traffic.state.As<uint16_t>(plane);
+  }
+  constexpr std::make_index_sequence<sizeof...(kBytes)> kEach;
+  MoveStreams<kElements, kBytes...>(kEach, traffic, streams, ahead, mask);
+}
+
+// The streams of `planes` planes of values, in the order of their kinds: the remainders are last.
+HWY_NOINLINE void MoveState(const UpdateTraffic& t, size_t planes, size_t ahead, uint16_t mask) {
+  if (t.state.format == StateFormat::k8Bit) return Move<64, 128, 64, 64, 128>(t, ahead, mask);
+  if (t.state.format == StateFormat::kBFloat16) {
+    if (planes == 1) return Move<32, 64, 64>(t, ahead, mask);
+    if (planes == 2) return Move<32, 64, 64, 64>(t, ahead, mask);
+    if (planes == 3) return Move<32, 64, 64, 64, 64>(t, ahead, mask);
+    return Move<32, 64, 64, 64, 64, 64>(t, ahead, mask);
+  }
+  if (planes == 1) return Move<32, 128>(t, ahead, mask);
+  if (planes == 2) return Move<32, 128, 128>(t, ahead, mask);
+  if (planes == 3) return Move<32, 128, 128, 128>(t, ahead, mask);
+  Move<32, 128, 128, 128, 128>(t, ahead, mask);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -85,14 +119,18 @@ HWY_NOINLINE void Move(const UpdateTraffic& traffic, size_t prefetch_ahead, floa
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include <algorithm>
+
 namespace ballast {
 namespace {
-HWY_EXPORT(Move);
+HWY_EXPORT(MoveState);
 }  // namespace
 
-void MoveTraffic(const UpdateTraffic& traffic, int prefetch_ahead_elements) {
-  static const volatile float zero = 0;
-  HWY_DYNAMIC_DISPATCH(Move)(traffic, static_cast<size_t>(prefetch_ahead_elements), zero);
+void MoveTraffic(const UpdateTraffic& traffic, int prefetch_ahead_elements, uint16_t mask) {
+  const auto of_values = absl::MakeConstSpan(traffic.state.planes).first(kPlaneKinds);
+  const auto planes = std::ranges::count_if(of_values, [](void* each) { return each != nullptr; });
+  HWY_DYNAMIC_DISPATCH(MoveState)
+  (traffic, static_cast<size_t>(planes), static_cast<size_t>(prefetch_ahead_elements), mask);
 }
 
 }  // namespace ballast

@@ -3,21 +3,18 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ROOFLINE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ROOFLINE_H_
 
-#include <array>
 #include <cstdint>
 
-#include "cpu_optimizer_service/common/plane.h"
+#include "cpu_optimizer_service/common/packed/slot.h"
 
 namespace ballast {
 
-// Of an update with bf16 gradients and shards: reads 2 and 4 for each plane, writes those and 2.
-inline constexpr int64_t TrafficBytesPerElement(int planes) { return 2 + 2 * 4 * planes + 2; }
-
 struct UpdateTraffic {
-  int64_t elements;  // A multiple of 256.
-  const uint16_t* gradient;
-  // Read, and written with what they held. At least one; null: no more.
-  std::array<float*, kMaxPlanes> planes;
+  int64_t elements;          // A multiple of kPackedGroup.
+  const uint16_t* gradient;  // Read.
+  // Read, and written with what they held: its planes that are not null, the master's among them. At
+  // most kMaxPlanes of values.
+  Slot state;
   uint16_t* shard;  // 64-byte aligned; written past the caches.
 };
 
@@ -25,8 +22,9 @@ struct UpdateTraffic {
 // roofline is the best of these.
 inline constexpr int kPrefetchAheadElements[] = {512, 0, 256, 1024};
 
-// The values must be finite; a negative zero may become zero.
-void MoveTraffic(const UpdateTraffic& traffic, int prefetch_ahead_elements);
+// The gradient's bits under `mask`, of all its elements somewhere, are set in all that is written: with
+// another mask than 0 tests see that all is read, and all is written.
+void MoveTraffic(const UpdateTraffic& traffic, int prefetch_ahead_elements, uint16_t mask = 0);
 
 }  // namespace ballast
 

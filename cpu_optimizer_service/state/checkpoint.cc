@@ -124,7 +124,7 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
   for (const auto& [plane, in_plane] : checkpoint.planes_) {
     for (const auto& [parameter, pieces] : in_plane.pieces) {
       for (const Piece& piece : pieces) {
-        const int64_t group = IsScale(plane) ? kPackedGroup : 1;
+        const int64_t group = ElementsPerNumber(plane);
         if (needs != nullptr && !needs(parameter, piece.begin * group, piece.elements * group)) {
           continue;
         }
@@ -167,7 +167,7 @@ absl::Status Checkpoint::FindPieces(const std::string& directory, Plane plane) {
   for (const int parameter : ParametersWith(index_, plane)) {
     const CheckpointIndex::Parameter& p = index_.parameters[parameter];
     const TensorEntry whole = TensorOf(p, plane);
-    const int64_t group = IsScale(plane) ? kPackedGroup : 1;
+    const int64_t group = ElementsPerNumber(plane);
     std::vector<Piece>& pieces = files.pieces[p.name];
     bool fits = true;
     for (int i = 0; i < static_cast<int>(files.files.size()); ++i) {

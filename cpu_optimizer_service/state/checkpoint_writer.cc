@@ -105,7 +105,7 @@ absl::Status CheckpointWriter::WritePart(int part, StoredReader read) {
     if (!IsCut(parameter)) return read(parameter, to.plane, offset, out);
     const int64_t size = SizeBytes(tensors[tensor].type);
     // What is held of a packed parameter are whole groups, but at its end.
-    const int64_t group = IsScale(to.plane) ? kPackedGroup : 1;
+    const int64_t group = ElementsPerNumber(to.plane);
     target_.share->held[parameter].VisitRange(
         offset * group, static_cast<int64_t>(out.size()) / size * group,
         [&](int64_t begin, int64_t elements) {

@@ -10,7 +10,7 @@ namespace ballast {
 void CopyStoredOut(const Layout& layout, int parameter, Plane stored, int64_t first,
                    absl::Span<std::byte> out, absl::FunctionRef<const Slot&(int chunk)> slot_of) {
   const StateFormat format = layout.format(parameter);
-  const int64_t group = IsScale(stored) ? kPackedGroup : 1;
+  const int64_t group = ElementsPerNumber(stored);
   const int64_t count = static_cast<int64_t>(out.size()) / StoredBytes(format, stored, 1);
   const int64_t begin = first * group;
   const int64_t end = std::min((first + count) * group, layout.place(parameter).elements);

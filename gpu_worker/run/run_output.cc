@@ -106,6 +106,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job) {
     json["newton_schulz"] =
         job.spec.newton_schulz == Orthogonalizer::kWorkers ? "workers" : "service";
   }
+  json["state"] = std::string(Name(job.spec.layout.state(kDecayGroup).format));
   json["weights_dtype"] = std::string(Name(job.spec.groups[0].return_dtype));
   json["tokens_per_second"] = Median(tokens_per_second);
   json["step_seconds_median"] = Median(seconds);

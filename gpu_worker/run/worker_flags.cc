@@ -104,6 +104,11 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
       {{"service", Orthogonalizer::kService}, {"workers", Orthogonalizer::kWorkers}},
       "muon: who orthogonalizes. service: its processors; workers: their devices, and bits follow "
       "from these. Default: workers with --device=cuda");
+  std::map<std::string, StateFormat> formats;
+  for (const StateFormat format : kStateFormats) formats[std::string(Name(format))] = format;
+  line.Add("state", job.state, formats,
+           "How the service holds the state of matrices and embeddings: 12 bytes a parameter, 8 or "
+           "6.2. Biases and norms, and matrices with muon, have fp32");
   line.Add("weight-decay", job.weight_decay, "Of matrices and embeddings");
   line.Add("max-norm", trainer.max_norm,
            "Gradients are clipped to this global norm; 0: no clipping");
@@ -260,8 +265,8 @@ absl::Status CheckDeviceAndOptimizer(const Given& given, const WorkerFlags& flag
   }
   if (flags.optimizer == OptimizerKind::kService) return absl::OkStatus();
   return given.CheckUnused({"resume", "save", "close-at-end", "service", "update", "optimizer-rule",
-                            "keep-previous", "shared-memory", "seal-timeout", "reconnect-timeout",
-                            "tls-ca", "tls-cert", "tls-key", "token-file"},
+                            "state", "keep-previous", "shared-memory", "seal-timeout",
+                            "reconnect-timeout", "tls-ca", "tls-cert", "tls-key", "token-file"},
                            "needs the service; give --optimizer=service");
 }
 

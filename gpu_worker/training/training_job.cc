@@ -55,6 +55,10 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   spec.newton_schulz = options.newton_schulz;
   spec.layout.world_size = options.world_size;
   spec.layout.group_count = static_cast<int>(spec.groups.size());
+  if (options.state != StateFormat::kFloat32) {
+    spec.layout.states.resize(spec.groups.size());
+    spec.layout.states[kDecayGroup].format = options.state;
+  }
   spec.layout.chunk_elements = options.chunk_elements;
   for (const ModelParameter& parameter : parameters) {
     int group = parameter.decay ? kDecayGroup : kNoDecayGroup;

@@ -30,6 +30,8 @@ struct TrainingJobOptions {
   Rule rule = Rule::kAdam;
   // Who makes Newton-Schulz of Muon's directions.
   Orthogonalizer newton_schulz = Orthogonalizer::kService;
+  // How the service holds the decay group's state; that of the others is in fp32.
+  StateFormat state = StateFormat::kFloat32;
   double lr = 1e-3;
   double weight_decay = 0.1;               // The decay group's, and the matrices'.
   uint32_t micro_steps = 1;                // The maximal number of a step; 0: any number.

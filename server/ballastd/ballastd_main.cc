@@ -192,13 +192,18 @@ absl::Status WritePortFile(const std::string& path, const std::vector<std::strin
 
 // Returns the exit code.
 int PrintSelfBenchmark(const BallastdFlags& flags) {
-  // Enough for several rounds of all rules.
+  // Enough for several rounds of all updates.
   ballast::SelfBenchmarkOptions options{.threads = flags.threads, .seconds = 12};
   options.memory_bytes = std::min(options.memory_bytes, flags.memory_limit_bytes);
-  options.rules.clear();
-  for (const ballast::RuleRow& row : ballast::Rules()) options.rules.push_back(row.defaults);
-  options.rules.push_back(ballast::DefaultsOf(ballast::Rule::kSgd));
-  options.rules.back().momentum = 0.9;
+  for (const ballast::StateFormat format :
+       {ballast::StateFormat::kBFloat16, ballast::StateFormat::k8Bit}) {
+    options.updates.push_back({.values = options.updates[0].values, .format = format});
+  }
+  for (const ballast::RuleRow& row : ballast::Rules()) {
+    if (row.defaults.rule != ballast::Rule::kAdam) options.updates.push_back({.values = row.defaults});
+  }
+  options.updates.push_back({.values = ballast::DefaultsOf(ballast::Rule::kSgd)});
+  options.updates.back().values.momentum = 0.9;
   const auto result = ballast::RunSelfBenchmark(options);
   if (!result.ok()) return Fail(result.status(), 1);
   std::fputs(ballast::ToTable(*result).c_str(), stdout);

@@ -74,6 +74,21 @@ class Bench(unittest.TestCase):
         other = self.worker(transport="unix", parameters=1_000_000, steps=3, seed=2)
         self.assertNotEqual(other["info"]["weights_sha256"], hashes["unix", "wait"])
 
+    def test_state_in_fewer_bytes_ends_with_the_same_weights_over_each_transport(self):
+        options = {"parameters": 4_096_000, "steps": 3}  # Tensors of whole blocks: no padding.
+        fp32 = self.worker(transport="tcp", **options)["info"]
+        for state, saved_bytes in (("bf16", 4), ("8bit", 12 - 6.125)):
+            with self.subTest(state=state):
+                runs = [self.worker(transport=transport, state=state, **options)["info"]
+                        for transport in ("shared-memory", "tcp")]
+                self.assertEqual({run["options"]["state"] for run in runs}, {state})
+                self.assertEqual(len({run["weights_sha256"] for run in runs}), 1)
+                self.assertAlmostEqual(fp32["admitted_bytes_per_parameter"] - runs[1]["admitted_bytes_per_parameter"],
+                                       saved_bytes, delta=0.02)
+        done = self.start(BIN / "ballast-bench", "worker", "--state=8bit", "--parameters=1000000", "--tensors=1000")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("4096 elements", done.stderr)
+
     def test_muons_rounds_end_with_the_same_weights_over_each_transport(self):
         hashes = {}
         for transport in TRANSPORTS:
@@ -116,13 +131,14 @@ class Bench(unittest.TestCase):
         self.assertEqual(len(hashes), 1)
 
     def test_two_builds_are_compared(self):
-        done = self.start(sys.executable, "-B", HERE / "run.py", "--before", BIN, "--parameters=300000", "--rounds=1",
+        done = self.start(sys.executable, "-B", HERE / "run.py", "--before", BIN, "--parameters=500000", "--rounds=1",
                           "--steps=2", "--json", self.dir / "samples.json", BIN)
         self.assertEqual(done.returncode, 0, done.stderr)
         samples = json.loads((self.dir / "samples.json").read_text())
         self.assertEqual(samples.keys(), {"before", "after"})
         self.assertEqual(len(samples["after"]["total_seconds"]["TCP"]), 2)
-        self.assertEqual(len(samples["after"]), 4)
+        self.assertEqual(samples["after"]["update, Gparam/s"].keys(), {"AdamW", "AdamW bf16", "AdamW 8bit"})
+        self.assertEqual(len(samples["after"]), 5)
 
     def test_two_services_are_compared_with_one(self):
         done = self.start(sys.executable, "-B", HERE / "members.py", "--parameters=300000", "--rounds=1", "--steps=2",

@@ -24,6 +24,8 @@ CASES = {
     "TCP": ["--transport=tcp"],
     "3,000 tensors": ["--transport=shared-memory", "--tensors=3000"],
     "two micro-steps": ["--transport=shared-memory", "--micro-steps=2"],
+    "state in bf16": ["--transport=shared-memory", "--state=bf16"],
+    "state in 8bit": ["--transport=shared-memory", "--state=8bit"],
     "Muon but for Newton-Schulz": ["--transport=shared-memory", "--rule=muon"],
     "speculating, clipped": ["--transport=shared-memory", "--update=speculate", "--clip=not-firing"],
 }
@@ -48,8 +50,8 @@ def step(folder: pathlib.Path, options: list[str]) -> dict:
 
 
 def check_weights(hashes: dict, options: dict, weights: str) -> None:
-    """Only tensors, groups, micro-steps, rule and clipping change the weights; here, all but groups and clipping."""
-    key = options["micro_steps"], options["tensors"], options["rule"]
+    """Only tensors, groups, micro-steps, rule, state and clipping change the weights; here, all but groups and clipping."""
+    key = options["micro_steps"], options["tensors"], options["rule"], options["state"]
     if hashes.setdefault(key, weights) != weights:
         raise Failed(f"the weights differ: {hashes[key][:16]}, but {weights[:16]} with {options}")
 
@@ -63,8 +65,13 @@ def measured(flags, builds: dict) -> dict:
 
     for _ in range(flags.rounds):
         for build, folder in builds.items():
-            share = re.search(r"(\d\.\d+)\s*$", called(folder / "ballastd", "--self-benchmark").splitlines()[2])
-            add(build, "update, of the memory's limit", "all threads", [float(share[1])])
+            rows = {}  # With all threads, which come before one.
+            for line in called(folder / "ballastd", "--self-benchmark").splitlines():
+                if row := re.fullmatch(r"(AdamW.*?) +\d+ threads? .* ([\d.]+) Gparam/s +([\d.]+)", line):
+                    rows.setdefault(row[1], row)
+            for name, row in rows.items():
+                add(build, "update, Gparam/s", name, [float(row[2])])
+                add(build, "update, of the memory's limit", name, [float(row[3])])
         for case, options in CASES.items():
             for build, folder in builds.items():
                 run = step(folder, [*options, f"--parameters={flags.parameters}", f"--steps={flags.steps}"])

@@ -96,13 +96,11 @@ TEST_F(PackedJobTest, ReturnsTheWeightsThatItHas) {
 }
 
 TEST_F(PackedJobTest, LoadsTheStateOfAnotherFormatOnlyWhenAsked) {
-  for (const StateFormat from :
-       {StateFormat::kFloat32, StateFormat::kBFloat16, StateFormat::k8Bit}) {
+  for (const StateFormat from : kStateFormats) {
     const auto source = Trained(from);
     const std::string path = (root_ / std::string(Name(from))).string();
     ASSERT_TRUE(source->job().Save(path).ok());
-    for (const StateFormat to :
-         {StateFormat::kFloat32, StateFormat::kBFloat16, StateFormat::k8Bit}) {
+    for (const StateFormat to : kStateFormats) {
       SCOPED_TRACE(absl::StrCat(Name(from), " to ", Name(to)));
       JobSpec spec = Spec(to);
       spec.name = "target";

@@ -2,21 +2,23 @@
 
 #include <gmock/gmock.h>
 
-#include <array>
-#include <cmath>
-#include <cstring>
+#include <list>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/common/float_format.h"
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/rule.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/kernels/roofline.h"
+#include "hwy/aligned_allocator.h"
 #include "tests/cpu_optimizer_service/host/topology_for_tests.h"
 
 namespace ballast {
 namespace {
 
+using ::testing::Contains;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -27,7 +29,7 @@ TEST(SelfBenchmark, MeasuresBothLoopsWithAllThreadsAndOne) {
       RunSelfBenchmark({.threads = 2,
                         .memory_bytes = 21 << 20,
                         .seconds = 0.01,
-                        .rules = {HyperParameters(), DefaultsOf(Rule::kLion)},
+                        .updates = {{}, {.values = DefaultsOf(Rule::kLion)}},
                         .topology = &topology})
           .value();
   EXPECT_EQ(result.elements, 5 << 18);  // Whole chunks, of 16 bytes an element.
@@ -36,7 +38,7 @@ TEST(SelfBenchmark, MeasuresBothLoopsWithAllThreadsAndOne) {
   EXPECT_EQ(result.facts.nodes, 2);
   ASSERT_EQ(result.all_threads.size(), 2u);
   EXPECT_EQ(result.all_threads[0].threads, 2);
-  EXPECT_EQ(result.all_threads[1].planes, 2);
+  EXPECT_EQ(result.all_threads[1].bytes_per_element, 2 + 2 * 8 + 2);
   EXPECT_EQ(result.one_thread[0].threads, 1);
   for (const std::vector<KernelSpeed>& speeds : {result.all_threads, result.one_thread}) {
     for (const KernelSpeed& speed : speeds) {
@@ -48,6 +50,22 @@ TEST(SelfBenchmark, MeasuresBothLoopsWithAllThreadsAndOne) {
   EXPECT_THAT(ToLine(result), HasSubstr("with 2 threads"));
   EXPECT_THAT(ToTable(result), HasSubstr("\nAdamW        2 threads "));
   EXPECT_THAT(ToTable(result), HasSubstr("\nLion         1 thread "));
+}
+
+TEST(SelfBenchmark, MeasuresEachFormatWithItsOwnTraffic) {
+  const SelfBenchmark result =
+      RunSelfBenchmark(
+          {.threads = 1,
+           .memory_bytes = 16 << 20,
+           .seconds = 0.01,
+           .updates = {{}, {.format = StateFormat::kBFloat16}, {.format = StateFormat::k8Bit}}})
+          .value();
+  EXPECT_EQ(result.elements, 2 << 18);  // Of 30.125 bytes: the states, a gradient and a shard.
+  ASSERT_EQ(result.one_thread.size(), 3u);
+  EXPECT_EQ(result.one_thread[1].optimizer, "AdamW bf16");
+  EXPECT_EQ(result.one_thread[1].bytes_per_element, 2 + 2 * 8 + 2);
+  EXPECT_EQ(result.one_thread[2].optimizer, "AdamW 8bit");
+  EXPECT_EQ(result.one_thread[2].bytes_per_element, 2 + 2 * (6 + 2 * 4.0 / 64) + 2);
 }
 
 TEST(SelfBenchmark, TakesNoMoreMemoryThanItMay) {
@@ -82,36 +100,54 @@ TEST(SelfBenchmark, WarnsOfEachThingThatMakesTheHostSlow) {
   EXPECT_THAT(HostWarnings(facts), ElementsAre(HasSubstr("updates reach 0.50")));
 }
 
+// What an update of `planes` in `format` moves: bytes of 0x30, and gradients of 0.
+struct Memory {
+  Memory(PlaneList planes, StateFormat format)
+      : gradient(kElements), shard(hwy::AllocateAligned<uint16_t>(kElements)) {
+    state.format = format;
+    for (const Plane plane : StoredPlanesOf(planes, format)) {
+      stored.emplace_back(StoredBytes(format, plane, kElements), 0x30);
+      state.planes[static_cast<int>(plane)] = stored.back().data();
+    }
+  }
+  UpdateTraffic traffic() { return {kElements, gradient.data(), state, shard.get()}; }
+
+  static constexpr int64_t kElements = 256;
+  std::vector<uint16_t> gradient;
+  Slot state;
+  std::list<std::vector<uint8_t>> stored;
+  hwy::AlignedFreeUniquePtr<uint16_t[]> shard;
+};
+
 // A roofline that left memory out would be no limit.
 TEST(Roofline, ReadsAndWritesEveryElementAndChangesNoState) {
+  std::vector<std::pair<PlaneList, StateFormat>> updates;
+  HyperParameters amsgrad;
+  amsgrad.amsgrad = true;
+  const PlaneList planes = PlanesOf(amsgrad);
+  for (const size_t count : {1, 2, 3, 4}) {
+    updates.emplace_back(planes.first(count), StateFormat::kFloat32);
+    updates.emplace_back(planes.first(count), StateFormat::kBFloat16);
+  }
+  updates.emplace_back(planes.first(3), StateFormat::k8Bit);
   for (const std::string& target : SupportedKernelTargets()) {
     ASSERT_TRUE(SetKernelTargetForTest(target));
-    for (int number = 0; number < 4 * kMaxPlanes; ++number) {
-      const int ahead = kPrefetchAheadElements[number % 4];
-      const int count = number / 4 + 1;
-      constexpr int64_t kElements = 1024;
-      alignas(64) uint16_t shard[kElements] = {};
-      std::vector<uint16_t> gradient(kElements, FloatToBFloat16(3.0f));
-      std::vector<float> planes[kMaxPlanes];
-      for (int64_t i = 0; i < kElements; ++i) {
-        for (int plane = 0; plane < count; ++plane) planes[plane].push_back(i * 3.0f + plane - 500);
+    for (const auto& [planes, format] : updates) {
+      SCOPED_TRACE(absl::StrCat(target, " ", Name(format), " ", planes.size()));
+      for (const int ahead : kPrefetchAheadElements) {
+        Memory memory(planes, format);
+        MoveTraffic(memory.traffic(), ahead);
+        for (const std::vector<uint8_t>& each : memory.stored) EXPECT_THAT(each, Each(0x30));
+        memory.gradient.assign(Memory::kElements, 0x0101);
+        MoveTraffic(memory.traffic(), ahead, 0xffff);
+        for (const std::vector<uint8_t>& each : memory.stored) EXPECT_THAT(each, Each(0x31));
+        EXPECT_THAT(absl::MakeSpan(memory.shard.get(), Memory::kElements), Each(0x3131));
       }
-      const auto before = std::to_array(planes);
-      UpdateTraffic traffic{
-          .elements = kElements, .gradient = gradient.data(), .planes = {}, .shard = shard};
-      for (int plane = 0; plane < count; ++plane) traffic.planes[plane] = planes[plane].data();
-      MoveTraffic(traffic, ahead);
-      EXPECT_EQ(std::to_array(planes), before) << target;
-      for (int64_t i = 0; i < kElements; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, &planes[0][i], sizeof(bits));
-        ASSERT_EQ(shard[i], bits >> 16) << target << " " << i;
-      }
-      // A NaN in the gradient shows that it was read, and each plane written.
-      gradient.assign(kElements, FloatToBFloat16(NAN));
-      MoveTraffic(traffic, ahead);
-      for (int plane = 0; plane < count; ++plane) {
-        for (const float value : planes[plane]) ASSERT_NE(value, value) << target;
+      for (int64_t i = 0; i < Memory::kElements; ++i) {
+        Memory memory(planes, format);
+        memory.gradient[i] = 0x0101;
+        MoveTraffic(memory.traffic(), 0, 0xffff);
+        ASSERT_THAT(memory.stored.front(), Contains(0x31)) << i;
       }
     }
   }

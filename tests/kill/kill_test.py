@@ -18,7 +18,7 @@ import traceback
 
 from runs import Mode, Run, Service, Training, await_, difference, result_of, undisturbed_result
 
-TRAINING = Training(rule="muon")
+TRAINING = Training(rule="muon", state="8bit")
 AT_ONCE = 2
 LONGEST_DELAY = 0.03  # Seconds after a step; several steps long.
 LONGEST_START = 0.3   # Seconds from the start of the processes to their first step, and more.

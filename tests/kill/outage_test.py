@@ -36,7 +36,7 @@ import torch_environment  # noqa: E402
 
 WAYS = ("TCP", "TLS", "unix")
 KINDS = (*OUTAGES, "cut", "killed", "upgraded", "started again")
-SHORT = Training(steps=200)
+SHORT = Training(steps=200, state="8bit")
 LONG = Training(steps=600)
 TORCH_STEPS = 1500
 CALM = 0.3  # Seconds from a step after one disturbance to the next, at most.

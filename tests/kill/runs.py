@@ -124,12 +124,13 @@ class Training:
     steps: int = 30
     micro_steps: int = 2
     rule: str = "adam"  # With "muon" steps have two rounds, and AdamW has what are no matrices.
+    state: str = "fp32"  # Of the embeddings, and with "adam" of the largest matrices.
 
     def words(self):
         return [f"--steps={self.steps}", f"--micro-steps={self.micro_steps}", "--text", str(TEXT),
                 "--layers=1", "--width=32", "--heads=2", "--context=16", "--batch=4",
                 "--bucket-elements=8192", "--chunk-elements=1024",
-                f"--optimizer-rule={self.rule}",
+                f"--optimizer-rule={self.rule}", f"--state={self.state}",
                 # It clips some steps, so that some provisional updates fail and others hold.
                 f"--max-norm={2.1 if self.rule == 'muon' else 1.8}"]
 

@@ -23,7 +23,7 @@ import processes
 from processes import end_group, start
 
 UPGRADES = 5
-TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
+TRAINING = Training(steps=300, state="bf16")  # Many more than there are between the upgrades.
 
 
 def number_in(header, name):

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/rule.h"
@@ -34,11 +35,6 @@ constexpr double kEps = 0.1;
 
 constexpr double kDivisors[] = {1, 1.5, 2.25};
 constexpr double kMostDivisor = 2.25;
-
-std::vector<int64_t> ShapeOf(const LoadOptions& options, int64_t elements) {
-  if (options.rule == Rule::kMuon) return {elements, 1};  // Nobody makes Newton-Schulz.
-  return {elements};
-}
 
 double MaxNormOf(const LoadOptions& options) {
   // Micro-steps add up, and nothing is divided.
@@ -72,13 +68,19 @@ JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
     spec.groups.push_back({.name = absl::StrCat("group", i)});
     spec.groups.back().hyper_parameters = DefaultsOf(options.rule);
     spec.groups.back().hyper_parameters.eps = kEps;
+    // With its default state in bf16 is refused.
+    if (options.rule == Rule::kAdam) spec.groups.back().hyper_parameters.beta2 = 0.95;
   }
   const int64_t each = options.parameters / options.tensors;
   const int64_t rest = options.parameters % options.tensors;
   for (int64_t i = 0; i < options.tensors; ++i) {
     spec.layout.parameters.push_back({.name = absl::StrCat("tensor", i),
-                                      .shape = ShapeOf(options, each + (i < rest ? 1 : 0)),
+                                      // Vectors are in fp32, and not for Muon.
+                                      .shape = {each + (i < rest ? 1 : 0), 1},
                                       .group = static_cast<int>(i % options.groups)});
+  }
+  if (options.state != StateFormat::kFloat32) {
+    spec.layout.states.assign(spec.groups.size(), {.format = options.state});
   }
   const int ranks = static_cast<int>(options.ranks);
   spec.layout.world_size = ranks;
@@ -94,37 +96,31 @@ GradientScale LoadScale(const JobSpec& spec, uint64_t step) {
   return {.divisors = std::vector<double>(spec.groups.size(), divisor)};
 }
 
-LoadValues::LoadValues(const JobSpec& spec, uint64_t seed)
-    : group_elements_(spec.groups.size()), seed_(seed) {
-  for (const ParameterSpec& parameter : spec.layout.parameters) {
-    group_elements_[parameter.group] += parameter.shape[0];
-  }
-}
-
-void LoadValues::FillGradient(const Chunk& chunk, absl::Span<std::byte> out) const {
-  const int64_t count =
-      std::clamp<int64_t>(group_elements_[chunk.group] - chunk.begin, 0, chunk.elements);
-  std::memset(out.data(), 0, out.size());
+template <class Set>
+void LoadValues::Fill(int index, uint64_t seed, const Set& set) const {
+  const Chunk& chunk = layout_->chunks()[index];
   const uint64_t start =
-      Mixed(Mixed(seed_ + static_cast<uint64_t>(chunk.group)) + static_cast<uint64_t>(chunk.begin));
-  for (int64_t i = 0; i < count; i += 4) {
-    const uint64_t random = Mixed(start + static_cast<uint64_t>(i));
-    uint16_t elements[4];
-    for (int k = 0; k < 4; ++k) elements[k] = GradientElement(random >> (16 * k));
-    const auto bytes = sizeof(uint16_t) * static_cast<size_t>(std::min<int64_t>(4, count - i));
-    std::memcpy(out.data() + sizeof(uint16_t) * static_cast<size_t>(i), elements, bytes);
-  }
+      Mixed(Mixed(seed + static_cast<uint64_t>(chunk.group)) + static_cast<uint64_t>(chunk.begin));
+  layout_->VisitPieces(index, [&](const ChunkPiece& piece) {
+    for (int64_t i = piece.chunk_offset; i < piece.chunk_offset + piece.elements; ++i) {
+      set(i, Mixed(start + static_cast<uint64_t>(i)));
+    }
+  });
 }
 
-void LoadValues::FillWeights(const Chunk& chunk, absl::Span<float> out) const {
-  const int64_t count =
-      std::clamp<int64_t>(group_elements_[chunk.group] - chunk.begin, 0, chunk.elements);
-  const uint64_t start = Mixed(Mixed(~seed_ + static_cast<uint64_t>(chunk.group)) +
-                               static_cast<uint64_t>(chunk.begin));
-  for (int64_t i = 0; i < chunk.elements; ++i) {
-    const auto random = static_cast<int64_t>(Mixed(start + static_cast<uint64_t>(i)));
-    out[i] = i < count ? static_cast<float>(random >> 40) * 0x1p-27f : 0.0f;
-  }
+void LoadValues::FillGradient(int index, absl::Span<std::byte> out) const {
+  std::memset(out.data(), 0, out.size());
+  Fill(index, seed_, [&](int64_t i, uint64_t random) {
+    const uint16_t element = GradientElement(random);
+    std::memcpy(out.data() + sizeof(element) * i, &element, sizeof(element));
+  });
+}
+
+void LoadValues::FillWeights(int index, absl::Span<float> out) const {
+  absl::c_fill(out, 0.0f);
+  Fill(index, ~seed_, [&](int64_t i, uint64_t random) {
+    out[i] = static_cast<float>(static_cast<int64_t>(random) >> 40) * 0x1p-27f;
+  });
 }
 
 }  // namespace ballast::bench

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
@@ -31,15 +30,20 @@ GradientScale LoadScale(const JobSpec& spec, uint64_t step);
 // What a rank sends and begins with. Constant, and so thread-safe.
 class LoadValues {
  public:
-  LoadValues(const JobSpec& spec, uint64_t seed);
+  // `layout` is borrowed.
+  LoadValues(const Layout& layout, uint64_t seed) : layout_(&layout), seed_(seed) {}
 
   // Every step and micro-step has the same gradient, before it is divided. In the wire dtype, zeros
   // in the padding.
-  void FillGradient(const Chunk& chunk, absl::Span<std::byte> out) const;
-  void FillWeights(const Chunk& chunk, absl::Span<float> out) const;
+  void FillGradient(int chunk, absl::Span<std::byte> out) const;
+  void FillWeights(int chunk, absl::Span<float> out) const;
 
  private:
-  std::vector<int64_t> group_elements_;  // Without padding.
+  // set(element, random number) for the chunk's elements, without padding.
+  template <class Set>
+  void Fill(int chunk, uint64_t seed, const Set& set) const;
+
+  const Layout* layout_;
   const uint64_t seed_;
 };
 

@@ -43,6 +43,9 @@ void AddFlags(LoadOptions& options, CommandLine& line) {
   line.Add<int64_t>("micro-steps", options.micro_steps, 1, 64, "in a step, summed by the service");
   line.Add("rule", options.rule, {{"adam", Rule::kAdam}, {"muon", Rule::kMuon}},
            "adam or muon; with muon ranks give directions back as they are, without Newton-Schulz");
+  line.Add("state", options.state,
+           Named({StateFormat::kFloat32, StateFormat::kBFloat16, StateFormat::k8Bit}),
+           "how the service holds all groups' state: fp32, bf16 or 8bit");
   line.Add("update", options.update, Named({UpdateMode::kWait, UpdateMode::kSpeculate}),
            "wait or speculate");
   line.Add("clip", options.clipping,
@@ -60,6 +63,13 @@ absl::Status CheckTogether(const LoadOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat(options.parameters, " parameters in ", options.tensors, " tensors in ",
                      options.groups, " groups: each tensor and group must hold something"));
+  }
+  if (options.state != StateFormat::kFloat32 &&
+      options.parameters / options.tensors < kLeastPackedElements) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--state=", Name(options.state), " is for tensors of ", kLeastPackedElements,
+                     " elements and more; ", options.parameters, " parameters in ", options.tensors,
+                     " tensors have less"));
   }
   if (!options.service.empty() && options.way == Way::kInProcess) {
     return absl::InvalidArgumentError(

@@ -30,7 +30,8 @@ struct LoadOptions {
   int64_t steps = 20;
   int64_t warmup = 3;  // Steps before those that are measured.
   int64_t micro_steps = 1;
-  Rule rule = Rule::kAdam;  // Or kMuon, of all groups.
+  Rule rule = Rule::kAdam;                    // Or kMuon, of all groups.
+  StateFormat state = StateFormat::kFloat32;  // Of all groups.
   UpdateMode update = UpdateMode::kWait;
   Clipping clipping = Clipping::kNone;
   double pace = 0;      // Parameters a second, of each job; 0: all gradients are there at once.

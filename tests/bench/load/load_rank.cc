@@ -63,8 +63,8 @@ Pages::~Pages() {
 LoadRank::LoadRank(const LoadOptions& options, const JobSpec& spec, int rank)
     : options_(options),
       spec_(spec),
-      values_(spec, static_cast<uint64_t>(options.seed)),
       layout_(Layout::CreateForRanks(spec.layout, {rank}).value()),
+      values_(layout_, static_cast<uint64_t>(options.seed)),
       rank_(rank),
       partition_elements_(layout_.partition_elements(rank)),
       pace_(options.pace * static_cast<double>(partition_elements_) /
@@ -106,9 +106,8 @@ absl::Status LoadRank::Open(std::shared_ptr<grpc::Channel> channel, const JobSpe
         "--shared-memory=auto");
   }
   if (session_->awaiting_weights()) {
-    BALLAST_RETURN_IF_ERROR(session_->UploadWeights([this](int chunk, absl::Span<float> out) {
-      values_.FillWeights(layout_.chunks()[chunk], out);
-    }));
+    BALLAST_RETURN_IF_ERROR(session_->UploadWeights(
+        [this](int chunk, absl::Span<float> out) { values_.FillWeights(chunk, out); }));
   }
   return session_->ReadWeights();
 }
@@ -127,7 +126,7 @@ absl::Status LoadRank::MakeGradients() {
       memory = own_gradients_.bytes().subspan(offset, bytes);
       offset += bytes;
     }
-    values_.FillGradient(place, memory);
+    values_.FillGradient(chunk, memory);
     gradients_[chunk] = memory;
   }
   return absl::OkStatus();
@@ -159,7 +158,7 @@ absl::StatusOr<RankStep> LoadRank::Step() {
   if (options_.rule == Rule::kMuon && session_->shares_memory()) {
     // O has been there; a trainer writes its next gradients.
     for (const int chunk : layout_.chunks_of_rank(rank_)) {
-      values_.FillGradient(layout_.chunks()[chunk], session_->gradient_memory(chunk));
+      values_.FillGradient(chunk, session_->gradient_memory(chunk));
     }
   }
   return step;

@@ -102,8 +102,8 @@ class LoadRank {
 
   const LoadOptions options_;
   const JobSpec spec_;
-  const LoadValues values_;
   const Layout layout_;
+  const LoadValues values_;
   const int rank_;
   const int64_t partition_elements_;
   const double pace_;   // Elements of this rank a second.

@@ -69,6 +69,7 @@ Json ToJson(const LoadOptions& options) {
           {"warmup", options.warmup},
           {"micro_steps", options.micro_steps},
           {"rule", RowOf(options.rule).name},
+          {"state", Name(options.state)},
           {"update", Name(options.update)},
           {"clip", Name(options.clipping)},
           {"pace", options.pace},

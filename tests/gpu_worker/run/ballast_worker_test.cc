@@ -247,7 +247,8 @@ TEST(BallastWorker, TrainsInEveryWayWithAServiceOfItsOwn) {
         std::vector<std::string>{"--dtype=fp16", "--initial-scale-power=10"},
         std::vector<std::string>{"--dtype=fp32", "--wire-dtype=bf16", "--update=wait",
                                  "--shared-memory=never", "--check-gradients",
-                                 "--seal-timeout=30s"}}) {
+                                 "--seal-timeout=30s"},
+        std::vector<std::string>{"--state=8bit", "--dtype=fp16"}}) {
     Settings settings{.flags = {"--optimizer=service", "--service=in-process"}};
     settings.flags.insert(settings.flags.end(), flags.begin(), flags.end());
     Worker worker(settings);

@@ -110,7 +110,7 @@ TEST(WorkerFlags, HaveAValueOfTheirChoices) {
        {std::pair("--accumulate", "nowhere"), std::pair("--update", "never"),
         std::pair("--shared-memory", "always"), std::pair("--dtype", "fp8"),
         std::pair("--wire-dtype", "fp64"), std::pair("--seal-timeout", "-1s"),
-        std::pair("--threads", "0")}) {
+        std::pair("--threads", "0"), std::pair("--state", "fp8")}) {
     ExpectRefused({flag, value});
   }
   // CLI11 would take these for a number.
@@ -124,7 +124,7 @@ TEST(WorkerFlags, AreRefusedWhereTheyMeanNothing) {
   ExpectRefused({"--min-loss-scale=2"});
   for (const std::string flag :
        {"--service=127.0.0.1:1", "--update=wait", "--seal-timeout=3s", "--shared-memory=never",
-        "--reconnect-timeout=3s", "--resume=/there", "--save=/there", "--optimizer-rule=muon"}) {
+        "--reconnect-timeout=3s", "--resume=/there", "--save=/there", "--optimizer-rule=muon", "--state=8bit"}) {
     ExpectRefused({"--optimizer=local", flag});
   }
   ExpectRefused({"train"});

@@ -605,9 +605,7 @@ TEST_F(JobDeathTest, IsNotWhatAJobCostsForWhichThereIsNoRoom) {
 
 // In the middle of a turn: at the first write to a page, wherever that lies in the planes.
 class InTheMiddle : public JobDeathTest, public testing::WithParamInterface<StateFormat> {};
-INSTANTIATE_TEST_SUITE_P(Format, InTheMiddle,
-                         testing::Values(StateFormat::kFloat32, StateFormat::kBFloat16,
-                                         StateFormat::k8Bit),
+INSTANTIATE_TEST_SUITE_P(Format, InTheMiddle, testing::ValuesIn(kStateFormats),
                          [](const auto& format) { return std::string(Name(format.param)); });
 
 TEST_P(InTheMiddle, OfAnUpdateIsNotSeen) {
