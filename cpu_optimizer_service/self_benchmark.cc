@@ -43,9 +43,8 @@ double Seconds(absl::FunctionRef<void()> body) {
 }
 
 double Median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
+  std::ranges::sort(values);
+  return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
 }
 
 // Of a rule of two rounds each one moves a plane; the first is measured.
@@ -149,17 +148,15 @@ class Arrays {
     return reinterpret_cast<T*>(arena.data() + chunk * chunk_bytes);
   }
 
-  // Planes of a rule have the arenas of kPlanes, by their places.
   Slot State(int64_t chunk, PlaneList planes, StateFormat format) const {
     const std::vector<std::unique_ptr<Arena>>& arenas = states_.at(format);
+    const StoredPlanes stored = StoredPlanesOf(planes, format);
     Slot slot = {.format = format};
-    size_t number = 0;
-    for (const Plane plane : StoredPlanesOf(planes, format)) {
-      const size_t arena =
-          number < planes.size() ? number : number - planes.size() + std::size(kPlanes);
-      ++number;
-      slot.planes[static_cast<int>(plane)] =
-          At<void>(*arenas[arena], chunk, StoredBytes(format, plane, kMaxChunkElements));
+    for (size_t i = 0; i < stored.size(); ++i) {
+      // A rule's planes have the first arenas, by their places; what is stored beside them the last.
+      const size_t arena = i < planes.size() ? i : arenas.size() - (stored.size() - i);
+      slot.planes[static_cast<int>(stored[i])] =
+          At<void>(*arenas[arena], chunk, StoredBytes(format, stored[i], kMaxChunkElements));
     }
     return slot;
   }
@@ -280,7 +277,11 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   };
   std::vector<Times> all(updates.size());
   std::vector<Times> one(updates.size());
-  const int ahead = BestPrefetch(arrays, updates[0], with_all, options.seconds);
+  std::map<StateFormat, int> ahead;
+  for (const BenchmarkedUpdate& update : updates) {
+    if (ahead.contains(update.format)) continue;
+    ahead[update.format] = BestPrefetch(arrays, update, with_all, options.seconds / formats.size());
+  }
   double round_seconds = 0;
   int rounds = 0;
   // Another round begins only if one that takes as long as the last would end in time.
@@ -288,8 +289,9 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
          (rounds < kMaxRounds && SecondsSince(begin) + round_seconds < options.seconds)) {
     round_seconds = Seconds([&] {
       for (size_t i = 0; i < updates.size(); ++i) {
-        MeasureRound(arrays, updates[i], ahead, with_all, all[i]);
-        MeasureRound(arrays, updates[i], ahead, with_one, one[i]);
+        const int best = ahead[updates[i].format];
+        MeasureRound(arrays, updates[i], best, with_all, all[i]);
+        MeasureRound(arrays, updates[i], best, with_one, one[i]);
       }
     });
     ++rounds;
@@ -339,7 +341,8 @@ std::vector<std::string> HostWarnings(const HostFacts& facts) {
   if (!pages.empty()) warnings.push_back(std::move(pages));
   if (facts.kernel_fraction.has_value() && *facts.kernel_fraction < kFarBelow) {
     warnings.push_back(absl::StrFormat(
-        "kernel: updates reach %.2f of what this host's memory allows; is another process busy?",
+        "kernel: updates reach %.2f of what this host's memory allows; is another process busy, or "
+        "are the processors the limit?",
         *facts.kernel_fraction));
   }
   return warnings;

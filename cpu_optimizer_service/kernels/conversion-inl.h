@@ -74,25 +74,17 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<DF>> FloatToBFloat16UpperBits(DF df, hn:
   return hn::IfThenElse(is_nan, quiet, rounded);
 }
 
-// The halves of the 32-bit lanes of `low`, then of `high`.
+// The upper 16 bits of the lanes of `low`, then of `high`.
 template <class V32>
 HWY_INLINE auto UpperHalves(V32 low, V32 high) {
   const hn::Repartition<uint16_t, hn::DFromV<V32>> d16;
   return hn::ConcatOdd(d16, hn::BitCast(d16, high), hn::BitCast(d16, low));
 }
+// The lower ones.
 template <class V32>
 HWY_INLINE auto LowerHalves(V32 low, V32 high) {
   const hn::Repartition<uint16_t, hn::DFromV<V32>> d16;
   return hn::ConcatEven(d16, hn::BitCast(d16, high), hn::BitCast(d16, low));
-}
-
-template <class DF>
-HWY_INLINE auto PairToBFloat16(DF df, hn::Vec<DF> low, hn::Vec<DF> high) {
-  return UpperHalves(FloatToBFloat16UpperBits(df, low), FloatToBFloat16UpperBits(df, high));
-}
-template <class DF>
-HWY_INLINE auto PairToFloat16(DF df, hn::Vec<DF> low, hn::Vec<DF> high) {
-  return LowerHalves(FloatToFloat16Bits(df, low), FloatToFloat16Bits(df, high));
 }
 
 // Elements [index, index + Lanes(df)) of the array at `data`.
@@ -109,29 +101,34 @@ HWY_INLINE hn::Vec<DF> LoadAs(DF df, const void* data, size_t index) {
   }
 }
 
-// Stores `low` and `high` as 2 * Lanes(df) elements from `index` of the array at `data`. Streaming
-// goes round the caches, and needs that address aligned to a whole vector.
+// Streaming goes round the caches, and needs `to` aligned to a whole vector.
+template <class V>
+HWY_INLINE void StoreVector(V value, hn::TFromV<V>* to, bool stream) {
+  const hn::DFromV<V> d;
+  if (stream) {
+    hn::Stream(value, d, to);
+  } else {
+    hn::StoreU(value, d, to);
+  }
+}
+
+// Stores `low` and `high` as 2 * Lanes(df) elements from `index` of the array at `data`.
 template <DType kDType, class DF>
 HWY_INLINE void StorePairAs(DF df, hn::Vec<DF> low, hn::Vec<DF> high, void* data, size_t index,
                             bool stream) {
   if constexpr (kDType == DType::kFloat32) {
-    float* to = static_cast<float*>(data) + index;
-    if (stream) {
-      hn::Stream(low, df, to);
-      hn::Stream(high, df, to + hn::Lanes(df));
-    } else {
-      hn::StoreU(low, df, to);
-      hn::StoreU(high, df, to + hn::Lanes(df));
-    }
+    float* const to = static_cast<float*>(data) + index;
+    StoreVector(low, to, stream);
+    StoreVector(high, to + hn::Lanes(df), stream);
   } else {
-    const hn::Repartition<uint16_t, DF> d16;
-    const auto packed =
-        kDType == DType::kBFloat16 ? PairToBFloat16(df, low, high) : PairToFloat16(df, low, high);
-    uint16_t* to = static_cast<uint16_t*>(data) + index;
-    if (stream) {
-      hn::Stream(packed, d16, to);
+    uint16_t* const to = static_cast<uint16_t*>(data) + index;
+    if constexpr (kDType == DType::kBFloat16) {
+      StoreVector(
+          UpperHalves(FloatToBFloat16UpperBits(df, low), FloatToBFloat16UpperBits(df, high)), to,
+          stream);
     } else {
-      hn::StoreU(packed, d16, to);
+      StoreVector(LowerHalves(FloatToFloat16Bits(df, low), FloatToFloat16Bits(df, high)), to,
+                  stream);
     }
   }
 }

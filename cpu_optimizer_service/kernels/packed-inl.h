@@ -7,7 +7,6 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_PACKED_INL_H_
 #endif
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -59,18 +58,19 @@ HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) 
   return hn::Mul(part, hn::Set(d, scale));
 }
 
-// bits(c) less: the thresholds that CodesOf adds.
-inline void LessBitsOf(const CodeTable& table, Thresholds& u) {
+// u - bits(c).
+inline Thresholds LessBitsOf(const CodeTable& table, Thresholds u) {
   for (int32_t& each : u) each -= table.c_bits;
+  return u;
 }
 
-// Shifted left by kCodeShift, and something below that.
+// The codes, shifted left by kCodeShift; lower bits are undefined. `u_less_c`: LessBitsOf.
 HWY_INLINE IntVec CodesOf(const CodeTable& table, FloatVec magnitudes, float factor,
-                          const int32_t* u) {
+                          const int32_t* u_less_c) {
   const FloatTag d;
   const FloatVec part = hn::Mul(magnitudes, hn::Set(d, factor));
   const FloatVec y = hn::Add(hn::Mul(part, hn::Set(d, table.d)), hn::Set(d, table.c));
-  return hn::Add(hn::BitCast(IntTag(), y), hn::LoadU(IntTag(), u));
+  return hn::Add(hn::BitCast(IntTag(), y), hn::LoadU(IntTag(), u_less_c));
 }
 
 // The codes of two vectors, which are their bits from kCodeShift on.
@@ -90,14 +90,15 @@ HWY_INLINE FloatVec UnpackExpAvg(const int8_t* codes, float scale) {
 }
 
 // Of two vectors from `values` on.
-HWY_INLINE void PackExpAvg(const float* values, float factor, const int32_t* u, int8_t* codes) {
+HWY_INLINE void PackExpAvg(const float* values, float factor, const int32_t* u_less_c,
+                           int8_t* codes) {
   const FloatTag d;
   const hn::Rebind<int8_t, SignedHalvesTag> d8;
-  // All bits inverted of what is negative, the sign among them.
+  // Negative ones have all bits inverted, the sign among them.
   const auto signed_codes = [&](size_t i) HWY_ATTR {
     const FloatVec m = hn::Load(d, values + i);
     const IntVec sign = hn::BroadcastSignBit(hn::BitCast(IntTag(), m));
-    return hn::Xor(CodesOf(kExpAvgCodes, hn::Abs(m), factor, u + i), sign);
+    return hn::Xor(CodesOf(kExpAvgCodes, hn::Abs(m), factor, u_less_c + i), sign);
   };
   const auto q = CodesIn(signed_codes(0), signed_codes(hn::Lanes(d)));
   hn::StoreU(hn::DemoteTo(d8, hn::Sub(q, hn::BroadcastSignBit(q))), d8, codes);
@@ -110,7 +111,8 @@ HWY_INLINE FloatVec UnpackExpAvgSq(const uint8_t* codes, float scale) {
   return PIf<kCareful>(ValuesOf(kExpAvgSqCodes, q, scale));
 }
 
-HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u, uint8_t* codes) {
+HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u_less_c,
+                             uint8_t* codes) {
   const FloatTag d;
   const IntTag di;
   const hn::Rebind<uint8_t, SignedHalvesTag> d8;
@@ -118,13 +120,22 @@ HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u
     const FloatVec v = hn::Load(d, values + i);
     // Not negative: so its bits are 0, or at least 1.
     const IntVec least = hn::ShiftLeft<kCodeShift>(hn::Min(hn::BitCast(di, v), hn::Set(di, 1)));
-    return hn::Max(CodesOf(kExpAvgSqCodes, v, factor, u + i), least);
+    return hn::Max(CodesOf(kExpAvgSqCodes, v, factor, u_less_c + i), least);
   };
   const auto q = CodesIn(at_least_1(0), at_least_1(hn::Lanes(d)));
   hn::StoreU(hn::DemoteTo(d8, q), d8, codes);
 }
 
 // ---- One turn
+
+// Thresholds less bits(c).
+struct KernelThresholds {
+  explicit KernelThresholds(const PackedThresholds& u)
+      : exp_avg(LessBitsOf(kExpAvgCodes, u.exp_avg)),
+        exp_avg_sq(LessBitsOf(kExpAvgSqCodes, u.exp_avg_sq)) {}
+  Thresholds exp_avg;
+  Thresholds exp_avg_sq;
+};
 
 // Adam's moments of a turn of 8bit: they get their codes when the largest are known.
 struct Moments {
@@ -133,7 +144,7 @@ struct Moments {
 };
 
 HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec largest_sq,
-                            const PackedThresholds& u, const PackedPlaces& to) {
+                            const KernelThresholds& u, const PackedPlaces& to) {
   const FloatTag d;
   const float scale = hn::GetLane(hn::MaxOfLanes(d, largest));
   const float scale_sq = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
@@ -147,44 +158,35 @@ HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec l
   }
 }
 
-// The new values of one vector at `i` of the turn at `from`.
-template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
-HWY_INLINE void ComputePackedVector(const PackedPlaces& from, const void* gradient, size_t i,
-                                    const typename Kernel::Scalars& s, PlaneVecs<Kernel>& planes,
-                                    Seen& seen) {
-  const FloatTag d;
-  planes[0] = UnpackMaster(from.weights + i, from.remainders + i);
-  if constexpr (kFormat == StateFormat::k8Bit) {
-    planes[1] = UnpackExpAvg<kCareful>(from.As<int8_t>(1) + i, *from.scales[1]);
-    planes[2] = UnpackExpAvgSq<kCareful>(from.As<uint8_t>(2) + i, *from.scales[2]);
-  } else {
-    ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
-      if (place > 0) planes[place] = LoadAs<DType::kBFloat16>(d, from.codes[place], i);
-    });
-  }
-  Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, seen);
-}
-
 // The new state of the turn at `from`, into `record`. False: the quick way does not do.
 template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
 HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* gradient,
-                                  const typename Kernel::Scalars& s, const PackedThresholds& u,
+                                  const typename Kernel::Scalars& s, const KernelThresholds& u,
                                   const PackedPlaces& record_places) {
   const PackedPlaces from = from_places;  // Copies that no store can change.
   const PackedPlaces record = record_places;
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
-  const auto compute = [&](size_t i, PlaneVecs<Kernel>& planes, Seen& seen) HWY_ATTR {
-    ComputePackedVector<Kernel, kFormat, kGradient, kCareful>(from, gradient, i, s, planes, seen);
-  };
   Seen seen;
+  const auto compute = [&](size_t i, PlaneVecs<Kernel>& planes) HWY_ATTR {
+    planes[0] = UnpackMaster(from.weights + i, from.remainders + i);
+    if constexpr (kFormat == StateFormat::k8Bit) {
+      planes[1] = UnpackExpAvg<kCareful>(from.As<int8_t>(1) + i, *from.scales[1]);
+      planes[2] = UnpackExpAvgSq<kCareful>(from.As<uint8_t>(2) + i, *from.scales[2]);
+    } else {
+      ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
+        if (place > 0) planes[place] = LoadAs<DType::kBFloat16>(d, from.codes[place], i);
+      });
+    }
+    Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, seen);
+  };
   [[maybe_unused]] Moments moments;
   FloatVec largest = hn::Zero(d);
   FloatVec largest_sq = hn::Zero(d);
   for (size_t i = 0; i < PackedTurnElements(kFormat); i += 2 * lanes) {
     PlaneVecs<Kernel> low, high;
-    compute(i, low, seen);
-    compute(i + lanes, high, seen);
+    compute(i, low);
+    compute(i + lanes, high);
     PackMaster(low[0], high[0], record.weights + i, record.remainders + i);
     if constexpr (kFormat == StateFormat::k8Bit) {
       hn::Store(low[1], d, moments.exp_avg + i);
@@ -216,10 +218,8 @@ HWY_INLINE void StoreShard(const PackedPlaces& from, size_t elements, void* shar
   const size_t lanes = hn::Lanes(d);
   for (size_t i = 0; i < elements; i += 2 * lanes) {
     if constexpr (kShard == DType::kBFloat16) {
-      const HalvesTag d16;
-      const auto weights = hn::LoadU(d16, from.weights + i);
-      auto* const to = static_cast<uint16_t*>(shard) + i;
-      stream ? hn::Stream(weights, d16, to) : hn::StoreU(weights, d16, to);
+      StoreVector(hn::LoadU(HalvesTag(), from.weights + i), static_cast<uint16_t*>(shard) + i,
+                  stream);
     } else {
       const auto master = [&](size_t at) HWY_ATTR {
         return UnpackMaster(from.weights + at, from.remainders + at);
@@ -229,11 +229,11 @@ HWY_INLINE void StoreShard(const PackedPlaces& from, size_t elements, void* shar
   }
 }
 
-// One turn, from and to places that have room for a whole one.
+// One turn, of which the first `elements` are stored. `from`, gradient and shard have a whole one.
 template <class Kernel, StateFormat kFormat, DType kGradient>
-HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& to,
+HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& to, size_t elements,
                                  const void* gradient, void* shard, DType shard_dtype, bool stream,
-                                 const typename Kernel::Scalars& s, const PackedThresholds& u,
+                                 const typename Kernel::Scalars& s, const KernelThresholds& u,
                                  RedoWriter* redo, int64_t& careful_turns) {
   constexpr size_t kElements = PackedTurnElements(kFormat);
   RedoTurn own;
@@ -248,8 +248,8 @@ HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& t
     compute(std::true_type());
     --careful_turns;
   }
-  if (redo != nullptr) redo->Record(kElements);
-  CopyTurn(kFormat, Kernel::kPlanes, record, to, kElements);
+  if (redo != nullptr) redo->Record(static_cast<int64_t>(elements));
+  CopyTurn(kFormat, Kernel::kPlanes, record, to, elements);
   if (shard == nullptr) return;
   switch (shard_dtype) {
     case DType::kBFloat16:
@@ -261,27 +261,22 @@ HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& t
   }
 }
 
-// Less than a turn, in a padded copy.
+// Less than a turn, from a padded copy.
 template <class Kernel, StateFormat kFormat, DType kGradient>
 HWY_NOINLINE void UpdatePackedTail(const PackedPlaces& from, const PackedPlaces& to,
                                    const void* gradient, void* shard, DType shard_dtype,
                                    size_t elements, const typename Kernel::Scalars& s,
-                                   const PackedThresholds& u, RedoWriter* redo) {
-  RedoTurn scratch = {};
-  const PackedPlaces padded = PlacesOfTurn(scratch, kFormat, Kernel::kPlanes);
+                                   const KernelThresholds& u, RedoWriter* redo) {
+  RedoTurn copy = {};
+  const PackedPlaces padded = PlacesOfTurn(copy, kFormat, Kernel::kPlanes);
   float padded_gradient[kPackedGroup] = {};
   alignas(64) float padded_shard[kPackedGroup];
   CopyTurn(kFormat, Kernel::kPlanes, from, padded, elements);
   std::memcpy(padded_gradient, gradient, elements * SizeBytes(kGradient));
   int64_t careful_turns = 0;
-  UpdatePackedTurn<Kernel, kFormat, kGradient>(padded, padded, padded_gradient,
+  UpdatePackedTurn<Kernel, kFormat, kGradient>(padded, to, elements, padded_gradient,
                                                shard == nullptr ? nullptr : padded_shard,
-                                               shard_dtype, false, s, u, nullptr, careful_turns);
-  if (redo != nullptr) {
-    redo->next() = scratch;
-    redo->Record(static_cast<int64_t>(elements));
-  }
-  CopyTurn(kFormat, Kernel::kPlanes, padded, to, elements);
+                                               shard_dtype, false, s, u, redo, careful_turns);
   if (shard != nullptr) std::memcpy(shard, padded_shard, elements * SizeBytes(shard_dtype));
 }
 
@@ -311,9 +306,7 @@ HWY_NOINLINE void UpdatePackedRun(const PackedRun& run, const typename Kernel::S
   constexpr size_t kPrefetchAhead = 1024;
   constexpr size_t kElements = PackedTurnElements(kFormat);
   const typename Kernel::Scalars s = scalars;
-  PackedThresholds u(run.rule.update_count);
-  LessBitsOf(kExpAvgCodes, u.exp_avg);
-  LessBitsOf(kExpAvgSqCodes, u.exp_avg_sq);
+  const KernelThresholds u{PackedThresholds(run.rule.update_count)};
   const PlaneList planes = PlanesOf(*run.rule.values);
   PackedPlaces from = PlacesAt(run.from, planes, run.from_begin);
   PackedPlaces to = PlacesAt(run.to, planes, run.to_begin);
@@ -327,8 +320,8 @@ HWY_NOINLINE void UpdatePackedRun(const PackedRun& run, const typename Kernel::S
   auto left = static_cast<size_t>(run.rule.elements);
   for (; left >= kElements; left -= kElements) {
     if (Kernel::IsCareful(s)) careful_turns = 1;
-    UpdatePackedTurn<Kernel, kFormat, kGradient>(from, to, gradient, shard, shard_dtype, stream, s,
-                                                 u, redo, careful_turns);
+    UpdatePackedTurn<Kernel, kFormat, kGradient>(from, to, kElements, gradient, shard, shard_dtype,
+                                                 stream, s, u, redo, careful_turns);
     PrefetchTurn<Kernel, kFormat>(from, gradient, kGradient, kPrefetchAhead);
     from.Advance(kElements, kFormat, Kernel::kPlanes);
     to.Advance(kElements, kFormat, Kernel::kPlanes);

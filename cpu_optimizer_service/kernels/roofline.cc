@@ -13,6 +13,7 @@
 #define HWY_TARGET_INCLUDE "cpu_optimizer_service/kernels/roofline.cc"
 #include "hwy/foreach_target.h"
 
+#include "absl/types/span.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
 // clang-format on

@@ -22,8 +22,8 @@ struct UpdateTraffic {
 // roofline is the best of these.
 inline constexpr int kPrefetchAheadElements[] = {512, 0, 256, 1024};
 
-// The gradient's bits under `mask`, of all its elements somewhere, are set in all that is written: with
-// another mask than 0 tests see that all is read, and all is written.
+// The gradient's bits under `mask` are set in what is written; in scales, one lane's bits. With a mask
+// tests see that all is read and written.
 void MoveTraffic(const UpdateTraffic& traffic, int prefetch_ahead_elements, uint16_t mask = 0);
 
 }  // namespace ballast

@@ -106,7 +106,10 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job) {
     json["newton_schulz"] =
         job.spec.newton_schulz == Orthogonalizer::kWorkers ? "workers" : "service";
   }
-  json["state"] = std::string(Name(job.spec.layout.state(kDecayGroup).format));
+  // Small parameters have fp32 whatever was asked for.
+  StateFormat state = StateFormat::kFloat32;
+  for (const Chunk& chunk : job.layout.chunks()) state = std::max(state, chunk.format);
+  json["state"] = std::string(Name(state));
   json["weights_dtype"] = std::string(Name(job.spec.groups[0].return_dtype));
   json["tokens_per_second"] = Median(tokens_per_second);
   json["step_seconds_median"] = Median(seconds);

@@ -106,9 +106,11 @@ void AddFlags(WorkerFlags& flags, Texts& texts, CommandLine& line) {
       "from these. Default: workers with --device=cuda");
   std::map<std::string, StateFormat> formats;
   for (const StateFormat format : kStateFormats) formats[std::string(Name(format))] = format;
-  line.Add("state", job.state, formats,
-           "How the service holds the state of matrices and embeddings: 12 bytes a parameter, 8 or "
-           "6.2. Biases and norms, and matrices with muon, have fp32");
+  line.Add(
+      "state", job.state, formats,
+      "How the service holds the state of matrices and embeddings: with adam 12 bytes a "
+      "parameter, 8 or 6.2. Biases, norms, matrices of fewer than 4,096 elements, and with muon "
+      "those of the blocks have fp32");
   line.Add("weight-decay", job.weight_decay, "Of matrices and embeddings");
   line.Add("max-norm", trainer.max_norm,
            "Gradients are clipped to this global norm; 0: no clipping");

@@ -114,6 +114,7 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--warmup-steps", absl::StrCat(rate.warmup_steps)},
           {"--decay-end", absl::StrCat(rate.decay_end)},
           {"--weight-decay", absl::StrFormat("%a", options.job.weight_decay)},
+          // Three in one: kMaxAgreedSettings is reached.
           {"--optimizer-rule, --newton-schulz or --state",
            absl::StrCat(RowOf(options.job.rule).name, " ",
                         static_cast<int>(options.job.newton_schulz), " ", Name(options.job.state))},

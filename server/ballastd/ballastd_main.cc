@@ -200,7 +200,8 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
     options.updates.push_back({.values = options.updates[0].values, .format = format});
   }
   for (const ballast::RuleRow& row : ballast::Rules()) {
-    if (row.defaults.rule != ballast::Rule::kAdam) options.updates.push_back({.values = row.defaults});
+    if (row.defaults.rule != ballast::Rule::kAdam)
+      options.updates.push_back({.values = row.defaults});
   }
   options.updates.push_back({.values = ballast::DefaultsOf(ballast::Rule::kSgd)});
   options.updates.back().values.momentum = 0.9;

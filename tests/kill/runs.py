@@ -239,7 +239,10 @@ def undisturbed_result(folder, service, name, training):
     try:
         if run.wait() != 0:
             raise AssertionError(f"the undisturbed run failed{run.story()}")
-        return result_of(run, service)
+        result = result_of(run, service)
+        if any("master_remainder" in file for file in result.state) != (training.state != "fp32"):
+            raise AssertionError(f"no state in {training.state}: {', '.join(result.state)}")
+        return result
     finally:
         run.stop()
 

@@ -68,8 +68,8 @@ JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
     spec.groups.push_back({.name = absl::StrCat("group", i)});
     spec.groups.back().hyper_parameters = DefaultsOf(options.rule);
     spec.groups.back().hyper_parameters.eps = kEps;
-    // With its default state in bf16 is refused.
-    if (options.rule == Rule::kAdam) spec.groups.back().hyper_parameters.beta2 = 0.95;
+    // With the default state in bf16 is refused.
+    if (options.state == StateFormat::kBFloat16) spec.groups.back().hyper_parameters.beta2 = 0.95;
   }
   const int64_t each = options.parameters / options.tensors;
   const int64_t rest = options.parameters % options.tensors;
@@ -97,29 +97,31 @@ GradientScale LoadScale(const JobSpec& spec, uint64_t step) {
 }
 
 template <class Set>
-void LoadValues::Fill(int index, uint64_t seed, const Set& set) const {
+void LoadValues::ForEach(int index, uint64_t seed, const Set& set) const {
   const Chunk& chunk = layout_->chunks()[index];
   const uint64_t start =
       Mixed(Mixed(seed + static_cast<uint64_t>(chunk.group)) + static_cast<uint64_t>(chunk.begin));
   layout_->VisitPieces(index, [&](const ChunkPiece& piece) {
     for (int64_t i = piece.chunk_offset; i < piece.chunk_offset + piece.elements; ++i) {
-      set(i, Mixed(start + static_cast<uint64_t>(i)));
+      set(i, start + static_cast<uint64_t>(i));
     }
   });
 }
 
 void LoadValues::FillGradient(int index, absl::Span<std::byte> out) const {
   std::memset(out.data(), 0, out.size());
-  Fill(index, seed_, [&](int64_t i, uint64_t random) {
-    const uint16_t element = GradientElement(random);
+  ForEach(index, seed_, [&](int64_t i, uint64_t number) {
+    // Four elements have one random number.
+    const int fourth = static_cast<int>(i % 4);
+    const uint16_t element = GradientElement(Mixed(number - fourth) >> (16 * fourth));
     std::memcpy(out.data() + sizeof(element) * i, &element, sizeof(element));
   });
 }
 
 void LoadValues::FillWeights(int index, absl::Span<float> out) const {
   absl::c_fill(out, 0.0f);
-  Fill(index, ~seed_, [&](int64_t i, uint64_t random) {
-    out[i] = static_cast<float>(static_cast<int64_t>(random) >> 40) * 0x1p-27f;
+  ForEach(index, ~seed_, [&](int64_t i, uint64_t number) {
+    out[i] = static_cast<float>(static_cast<int64_t>(Mixed(number)) >> 40) * 0x1p-27f;
   });
 }
 

@@ -39,9 +39,9 @@ class LoadValues {
   void FillWeights(int chunk, absl::Span<float> out) const;
 
  private:
-  // set(element, random number) for the chunk's elements, without padding.
+  // set(element, a number of its own) for the chunk's elements, without padding.
   template <class Set>
-  void Fill(int chunk, uint64_t seed, const Set& set) const;
+  void ForEach(int chunk, uint64_t seed, const Set& set) const;
 
   const Layout* layout_;
   const uint64_t seed_;

@@ -247,12 +247,22 @@ TEST(BallastWorker, TrainsInEveryWayWithAServiceOfItsOwn) {
         std::vector<std::string>{"--dtype=fp16", "--initial-scale-power=10"},
         std::vector<std::string>{"--dtype=fp32", "--wire-dtype=bf16", "--update=wait",
                                  "--shared-memory=never", "--check-gradients",
-                                 "--seal-timeout=30s"},
-        std::vector<std::string>{"--state=8bit", "--dtype=fp16"}}) {
+                                 "--seal-timeout=30s"}}) {
     Settings settings{.flags = {"--optimizer=service", "--service=in-process"}};
     settings.flags.insert(settings.flags.end(), flags.begin(), flags.end());
     Worker worker(settings);
     EXPECT_EQ(worker.ExitCode(), 0) << worker.Errors();
+  }
+}
+
+TEST(BallastWorker, SaysHowTheServiceHoldsTheState) {
+  const TempPath out("worker_out");
+  for (const std::string state : {"8bit", "fp32"}) {
+    // Of width 8 all matrices have fewer than 4,096 elements.
+    Worker worker({.flags = {"--optimizer=service", "--service=in-process", "--state=8bit",
+                             "--out=" + out.str(), state == "8bit" ? "--width=16" : "--width=8"}});
+    EXPECT_EQ(worker.ExitCode(), 0) << worker.Errors();
+    EXPECT_THAT(ReadFile(out.str() + "/worker.json"), HasSubstr("\"state\": \"" + state + "\""));
   }
 }
 

@@ -124,7 +124,8 @@ TEST(WorkerFlags, AreRefusedWhereTheyMeanNothing) {
   ExpectRefused({"--min-loss-scale=2"});
   for (const std::string flag :
        {"--service=127.0.0.1:1", "--update=wait", "--seal-timeout=3s", "--shared-memory=never",
-        "--reconnect-timeout=3s", "--resume=/there", "--save=/there", "--optimizer-rule=muon", "--state=8bit"}) {
+        "--reconnect-timeout=3s", "--resume=/there", "--save=/there", "--optimizer-rule=muon",
+        "--state=8bit"}) {
     ExpectRefused({"--optimizer=local", flag});
   }
   ExpectRefused({"train"});
