@@ -30,22 +30,22 @@ struct AdamKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const AdamScalars& s, FloatVec gradient,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     FloatVec g = hn::Mul(gradient, hn::Set(d, s.multiplier));
     FloatVec w = planes[0];
     if constexpr (kDecay == WeightDecay::kL2) {
       const FloatVec decay = hn::Mul(hn::Set(d, s.weight_decay), w);
-      g = AddProduct<kCareful>(PIf<kCareful>(g), decay, seen);
+      g = AddProduct<kCareful>(PIf<kCareful>(g), decay, large);
     }
     if constexpr (kDecay == WeightDecay::kDecoupled) {
       w = PIf<kCareful>(hn::Mul(w, hn::Set(d, s.decay)));
     }
     const FloatVec m = AddProduct<kCareful>(PIf<kCareful>(hn::Mul(hn::Set(d, s.beta1), planes[1])),
-                                            hn::Mul(hn::Set(d, s.one_minus_beta1), g), seen);
+                                            hn::Mul(hn::Set(d, s.one_minus_beta1), g), large);
     const FloatVec v =
         AddProduct<kCareful>(PIf<kCareful>(hn::Mul(hn::Set(d, s.beta2), planes[2])),
-                             hn::Mul(hn::Mul(hn::Set(d, s.one_minus_beta2), g), g), seen);
+                             hn::Mul(hn::Mul(hn::Set(d, s.one_minus_beta2), g), g), large);
     planes[1] = m;
     planes[2] = v;
 
@@ -57,7 +57,7 @@ struct AdamKernel {
     }
     const FloatVec denominator = hn::Add(
         hn::Mul(hn::Sqrt(used_v), hn::Set(d, s.inverse_sqrt_bias_correction2)), hn::Set(d, s.eps));
-    return planes[0] = StepByQuotient<kCareful>(w, s.step_size, m, denominator, seen);
+    return planes[0] = StepByQuotient<kCareful>(w, s.step_size, m, denominator, large);
   }
 };
 

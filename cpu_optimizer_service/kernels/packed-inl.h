@@ -167,7 +167,7 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* g
   const PackedPlaces record = record_places;
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
-  Seen seen;
+  LargeMask large = hn::FirstN(IntTag(), lanes);
   const auto compute = [&](size_t i, PlaneVecs<Kernel>& planes) HWY_ATTR {
     planes[0] = UnpackMaster(from.weights + i, from.remainders + i);
     if constexpr (kFormat == StateFormat::k8Bit) {
@@ -178,7 +178,7 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* g
         if (place > 0) planes[place] = LoadAs<DType::kBFloat16>(d, from.codes[place], i);
       });
     }
-    Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, seen);
+    Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, large);
   };
   [[maybe_unused]] Moments moments;
   FloatVec largest = hn::Zero(d);
@@ -204,7 +204,7 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* g
       });
     }
   }
-  if (!kCareful && !seen.AllLarge()) return false;
+  if (!kCareful && !hn::AllTrue(IntTag(), large)) return false;
   if constexpr (kFormat == StateFormat::k8Bit) {
     PackMoments(moments, largest, largest_sq, u, record);
   }

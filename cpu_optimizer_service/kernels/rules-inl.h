@@ -24,7 +24,7 @@ namespace ballast {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// P(factor * x) in the careful way; for an operand of a sum that is looked at (Seen).
+// P(factor * x) in the careful way; for an operand of a sum that `large` looks at.
 template <bool kCareful>
 HWY_INLINE FloatVec Times(float factor, FloatVec x) {
   return PIf<kCareful>(hn::Mul(hn::Set(FloatTag(), factor), x));
@@ -45,20 +45,20 @@ struct SgdKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const SgdScalars& s, FloatVec gradient,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
-                                      hn::Mul(hn::Set(d, s.weight_decay), planes[0]), seen);
+                                      hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
     if constexpr (kMomentum) {
       FloatVec b = g;
       if (!s.first) {
         b = AddProduct<kCareful>(Times<kCareful>(s.momentum, planes[1]),
-                                 hn::Mul(hn::Set(d, s.gain), g), seen);
+                                 hn::Mul(hn::Set(d, s.gain), g), large);
       }
       planes[1] = b;
-      g = s.nesterov ? AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), b), seen) : b;
+      g = s.nesterov ? AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), b), large) : b;
     }
-    return planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.lr), g), seen);
+    return planes[0] = AddProduct<kCareful>(planes[0], hn::Mul(hn::Set(d, -s.lr), g), large);
   }
 };
 
@@ -69,15 +69,15 @@ struct LionKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const LionScalars& s, FloatVec gradient,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     const FloatVec g = Times<kCareful>(s.multiplier, gradient);
     const FloatVec c = AddProduct<kCareful>(Times<kCareful>(s.beta1, planes[1]),
-                                            hn::Mul(hn::Set(d, s.one_minus_beta1), g), seen);
+                                            hn::Mul(hn::Set(d, s.one_minus_beta1), g), large);
     planes[0] =
-        AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]), SignOf(hn::Neg(c), s.lr), seen);
+        AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]), SignOf(hn::Neg(c), s.lr), large);
     planes[1] = AddProduct<kCareful>(Times<kCareful>(s.beta2, planes[1]),
-                                     hn::Mul(hn::Set(d, s.one_minus_beta2), g), seen);
+                                     hn::Mul(hn::Set(d, s.one_minus_beta2), g), large);
     return planes[0];
   }
 };
@@ -89,13 +89,13 @@ struct AdagradKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const AdagradScalars& s, FloatVec gradient,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     const FloatVec g = AddProduct<kCareful>(Times<kCareful>(s.multiplier, gradient),
-                                            hn::Mul(hn::Set(d, s.weight_decay), planes[0]), seen);
-    planes[1] = AddProduct<kCareful>(planes[1], hn::Mul(g, g), seen);
+                                            hn::Mul(hn::Set(d, s.weight_decay), planes[0]), large);
+    planes[1] = AddProduct<kCareful>(planes[1], hn::Mul(g, g), large);
     const FloatVec denominator = hn::Add(hn::Sqrt(planes[1]), hn::Set(d, s.eps));
-    return planes[0] = StepByQuotient<kCareful>(planes[0], s.step_size, g, denominator, seen);
+    return planes[0] = StepByQuotient<kCareful>(planes[0], s.step_size, g, denominator, large);
   }
 };
 
@@ -106,11 +106,11 @@ struct SignSgdKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const SignSgdScalars& s, FloatVec gradient,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     // P in both ways: no sum has this product, so nobody looks whether it is 2^-126.
     const FloatVec g = P(hn::Mul(gradient, hn::Set(FloatTag(), s.multiplier)));
     return planes[0] = AddValue<kCareful>(Times<kCareful>(s.decay, planes[0]),
-                                          SignOf(hn::Neg(g), s.lr), seen);
+                                          SignOf(hn::Neg(g), s.lr), large);
   }
 };
 
@@ -122,16 +122,16 @@ struct MuonDirectionKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const Scalars& s, FloatVec gradient,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatTag d;
     const FloatVec g = Times<kCareful>(s.gain, gradient);
     if constexpr (kIsAgain) {
       planes[0] = Z(planes[0]);
     } else {
-      planes[0] = AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), planes[0]), seen);
+      planes[0] = AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), planes[0]), large);
     }
     if (!s.nesterov) return planes[0];
-    return AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), planes[0]), seen);
+    return AddProduct<kCareful>(g, hn::Mul(hn::Set(d, s.momentum), planes[0]), large);
   }
 };
 
@@ -142,9 +142,9 @@ struct MuonWeightKernel {
 
   template <bool kCareful>
   static HWY_INLINE FloatVec Compute(const Scalars& s, FloatVec orthogonal,
-                                     FloatVec (&planes)[kPlanes], Seen& seen) {
+                                     FloatVec (&planes)[kPlanes], LargeMask& large) {
     const FloatVec step = hn::Mul(hn::Set(FloatTag(), -s.step), orthogonal);
-    return planes[0] = AddProduct<kCareful>(Times<kCareful>(s.decay, planes[0]), step, seen);
+    return planes[0] = AddProduct<kCareful>(Times<kCareful>(s.decay, planes[0]), step, large);
   }
 };
 

@@ -5,7 +5,7 @@
 //   kPlanes                     how many planes it updates: the first ones of the run
 //   Scalars                     of the formula
 //   IsCareful(scalars)          whether the quick way never does
-//   Compute<kCareful>(scalars, gradient, planes, seen)
+//   Compute<kCareful>(scalars, gradient, planes, large)
 //                               the formula: new values of the planes, from theirs and the gradient;
 //                               returns that of the shard
 #if defined(BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -58,45 +58,35 @@ HWY_INLINE FloatVec P(FloatVec x) {
 // Not looked at is what is no operand of such a sum; there a kernel says why P could not be seen.
 constexpr size_t kCarefulElements = 8192;
 
-// What the quick way has seen: of each such sum |a| | |s|, as integers, and of those the least.
-class Seen {
- public:
-  HWY_INLINE Seen() : least_(hn::Set(di_, INT32_MAX)) {}
+using LargeMask = hn::Mask<hn::RebindToSigned<FloatTag>>;
 
-  HWY_INLINE void Sum(FloatVec a, FloatVec sum) {
-    const auto bits = hn::Or(hn::BitCast(di_, a), hn::BitCast(di_, sum));
-    least_ = hn::Min(least_, hn::And(bits, hn::Set(di_, INT32_MAX)));
-  }
-  HWY_INLINE bool AllLarge() const {
-    // An exponent field of 32 or more has one of its three upper bits.
-    return hn::AllTrue(di_, hn::Gt(least_, hn::Set(di_, 0x0fffffff)));
-  }
+HWY_INLINE LargeMask IsLarge(FloatVec a, FloatVec sum) {
+  const hn::RebindToSigned<FloatTag> di;
+  // An exponent field of 32 or more has one of its three upper bits.
+  const auto bits = hn::Or(hn::BitCast(di, a), hn::BitCast(di, sum));
+  return hn::Ne(hn::And(bits, hn::Set(di, 0x70000000)), hn::Zero(di));
+}
 
- private:
-  static constexpr hn::RebindToSigned<FloatTag> di_ = {};
-  hn::Vec<hn::RebindToSigned<FloatTag>> least_;
-};
-
-// Z(a + P(b)), which the quick way has seen.
+// Z(a + P(b)), of which the quick way takes note in `large`.
 template <bool kCareful>
-HWY_INLINE FloatVec AddProduct(FloatVec a, FloatVec b, Seen& seen) {
+HWY_INLINE FloatVec AddProduct(FloatVec a, FloatVec b, LargeMask& large) {
   if constexpr (kCareful) {
     return Z(hn::Add(a, P(b)));
   } else {
     const FloatVec sum = hn::Add(a, b);
-    seen.Sum(a, sum);
+    large = hn::And(large, IsLarge(a, sum));
     return sum;
   }
 }
 
 // Z(a + b), for a `b` that is no product.
 template <bool kCareful>
-HWY_INLINE FloatVec AddValue(FloatVec a, FloatVec b, Seen& seen) {
+HWY_INLINE FloatVec AddValue(FloatVec a, FloatVec b, LargeMask& large) {
   if constexpr (kCareful) {
     return Z(hn::Add(a, b));
   } else {
     const FloatVec sum = hn::Add(a, b);
-    seen.Sum(a, sum);
+    large = hn::And(large, IsLarge(a, sum));
     return sum;
   }
 }
@@ -111,10 +101,10 @@ HWY_INLINE FloatVec PIf(FloatVec x) {
 // is careful for larger steps (IsCareful).
 template <bool kCareful>
 HWY_INLINE FloatVec StepByQuotient(FloatVec w, float step_size, FloatVec numerator,
-                                   FloatVec denominator, Seen& seen) {
+                                   FloatVec denominator, LargeMask& large) {
   FloatVec quotient = hn::Div(numerator, denominator);
   if (kCareful && step_size > 1) quotient = P(quotient);
-  return AddProduct<kCareful>(w, hn::Mul(hn::Set(FloatTag(), -step_size), quotient), seen);
+  return AddProduct<kCareful>(w, hn::Mul(hn::Set(FloatTag(), -step_size), quotient), large);
 }
 
 static_assert(kMaxPlanes * kUpdateTurnElements <= kSumTurnElements, "a turn's record holds all");
@@ -136,12 +126,12 @@ HWY_INLINE void ForEachPlace(const Each& each) {
 // The new values of one vector from `index` of each array; returns that of the shard.
 template <class Kernel, DType kGradient, bool kCareful>
 HWY_INLINE FloatVec ComputeVector(const RuleRun& run, const typename Kernel::Scalars& s,
-                                  size_t index, PlaneVecs<Kernel>& planes, Seen& seen) {
+                                  size_t index, PlaneVecs<Kernel>& planes, LargeMask& large) {
   const FloatTag d;
   ForEachPlace<Kernel>([&](auto place)
                            HWY_ATTR { planes[place] = hn::LoadU(d, run.from[place] + index); });
   return Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, run.gradient, index), planes,
-                                            seen);
+                                            large);
 }
 
 // One turn from `index`. False, and nothing is stored, if the quick way does not do. `redo` is
@@ -152,11 +142,11 @@ HWY_INLINE bool UpdateTurn(const RuleRun& r, const typename Kernel::Scalars& s, 
   const FloatTag d;
   const size_t lanes = hn::Lanes(d);
   const size_t next = index + lanes;
-  Seen seen;
+  LargeMask large = hn::FirstN(hn::RebindToSigned<FloatTag>(), lanes);
   PlaneVecs<Kernel> low, high;
-  const FloatVec low_shard = ComputeVector<Kernel, kGradient, kCareful>(r, s, index, low, seen);
-  const FloatVec high_shard = ComputeVector<Kernel, kGradient, kCareful>(r, s, next, high, seen);
-  if (!kCareful && !seen.AllLarge()) return false;
+  const FloatVec low_shard = ComputeVector<Kernel, kGradient, kCareful>(r, s, index, low, large);
+  const FloatVec high_shard = ComputeVector<Kernel, kGradient, kCareful>(r, s, next, high, large);
+  if (!kCareful && !hn::AllTrue(hn::RebindToSigned<FloatTag>(), large)) return false;
   if (redo != nullptr) {
     RedoTurn& turn = redo->next();
     ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
