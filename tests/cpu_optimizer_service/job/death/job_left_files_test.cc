@@ -21,6 +21,7 @@
 #include "gtest/gtest.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
 #include "tests/cpu_optimizer_service/job/death/dying_jobs.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast {
 namespace {
@@ -130,7 +131,7 @@ TEST_F(LeftFiles, AreAllThereOrTheJobIsRefusedUntilTheyAre) {
     training.spec.keep_previous = keeps_previous;
     training.spec.update_mode = keeps_previous ? UpdateMode::kWait : UpdateMode::kSpeculate;
     const std::string expected = Undisturbed(training);
-    for (uint64_t at = 90;; at += 73) {
+    for (uint64_t at = 90;; at += kSanitized ? 365 : 73) {
       const DirectoryInMemory directory;
       Kept left;
       left.directory = directory.path();
@@ -149,6 +150,7 @@ TEST_F(LeftFiles, AreAllThereOrTheJobIsRefusedUntilTheyAre) {
       }
     }
   }
+  if (kSanitized) return;  // Too few deaths to see them all.
   EXPECT_THAT(refused, testing::IsSupersetOf({"identity", "record", "table", "state", "ledger",
                                               "redo", "sums", "gradients", "accumulators",
                                               "previous_versions", "versions"}));
