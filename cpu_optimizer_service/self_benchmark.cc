@@ -31,6 +31,7 @@ namespace ballast {
 namespace {
 
 constexpr int kMaxRounds = 25;
+constexpr int64_t kHalvesBytes = 2 * kMaxChunkElements;  // Of a chunk's gradient or shard: bf16.
 // Adam's, without amsgrad: as many as any update here has.
 constexpr Plane kPlanes[] = {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq};
 
@@ -78,8 +79,8 @@ class Arrays {
       // All pages are there before anything is measured, near the threads that will use them.
       return arenas.Create(chunks * chunk_bytes, "the self-benchmark", ArenaFactory::Touch::kNow);
     };
-    BALLAST_ASSIGN_OR_RETURN(arrays.gradients_, create(2 * kMaxChunkElements));
-    BALLAST_ASSIGN_OR_RETURN(arrays.shards_, create(2 * kMaxChunkElements));
+    BALLAST_ASSIGN_OR_RETURN(arrays.gradients_, create(kHalvesBytes));
+    BALLAST_ASSIGN_OR_RETURN(arrays.shards_, create(kHalvesBytes));
     for (const StateFormat format : formats) {
       for (const Plane plane : StoredPlanesOf(kPlanes, format)) {
         BALLAST_ASSIGN_OR_RETURN(arrays.states_[format].emplace_back(),
@@ -90,7 +91,7 @@ class Arrays {
     // the way that it takes in training (kernels/turns-inl.h).
     const std::vector<float> weights(kMaxChunkElements, 0.5f);
     pool.ForEach(chunks, [&](int64_t chunk) {
-      std::fill_n(At<uint16_t>(*arrays.gradients_, chunk, 2 * kMaxChunkElements), kMaxChunkElements,
+      std::fill_n(At<uint16_t>(*arrays.gradients_, chunk, kHalvesBytes), kMaxChunkElements,
                   FloatToBFloat16(0.01f));
       for (const StateFormat format : formats) {
         WritePlane(arrays.State(chunk, kPlanes, format), Plane::kMaster, 0, weights);
@@ -101,7 +102,7 @@ class Arrays {
 
   // Of gradients, shards and states.
   static int64_t ChunkBytes(const std::set<StateFormat>& formats) {
-    int64_t bytes = (2 + 2) * kMaxChunkElements;
+    int64_t bytes = 2 * kHalvesBytes;
     for (const StateFormat format : formats) {
       bytes += StoredBytesOf(kPlanes, format, kMaxChunkElements);
     }
@@ -117,9 +118,9 @@ class Arrays {
 
   UpdateTraffic Traffic(int64_t chunk, const BenchmarkedUpdate& update) const {
     return {.elements = kMaxChunkElements,
-            .gradient = At<uint16_t>(*gradients_, chunk, 2 * kMaxChunkElements),
+            .gradient = At<uint16_t>(*gradients_, chunk, kHalvesBytes),
             .state = State(chunk, PlanesMoved(update.values), update.format),
-            .shard = At<uint16_t>(*shards_, chunk, 2 * kMaxChunkElements)};
+            .shard = At<uint16_t>(*shards_, chunk, kHalvesBytes)};
   }
 
   void Update(int64_t chunk, const BenchmarkedUpdate& update) const {

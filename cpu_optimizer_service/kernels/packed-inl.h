@@ -58,13 +58,7 @@ HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) 
   return hn::Mul(part, hn::Set(d, scale));
 }
 
-// u - bits(c).
-inline Thresholds LessBitsOf(const CodeTable& table, Thresholds u) {
-  for (int32_t& each : u) each -= table.c_bits;
-  return u;
-}
-
-// The codes, shifted left by kCodeShift; lower bits are undefined. `u_less_c`: LessBitsOf.
+// The codes, shifted left by kCodeShift; lower bits are undefined. `u_less_c`: u - bits(c).
 HWY_INLINE IntVec CodesOf(const CodeTable& table, FloatVec magnitudes, float factor,
                           const int32_t* u_less_c) {
   const FloatTag d;
@@ -128,11 +122,16 @@ HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u
 
 // ---- One turn
 
-// Thresholds less bits(c).
-struct KernelThresholds {
-  explicit KernelThresholds(const PackedThresholds& u)
-      : exp_avg(LessBitsOf(kExpAvgCodes, u.exp_avg)),
-        exp_avg_sq(LessBitsOf(kExpAvgSqCodes, u.exp_avg_sq)) {}
+// u - bits(c) of an update's codes. Only 8bit has any.
+struct ThresholdsLessC {
+  ThresholdsLessC(StateFormat format, int64_t update_count) {
+    if (format != StateFormat::k8Bit) return;
+    const PackedThresholds u(update_count);
+    for (size_t i = 0; i < kPackedGroup; ++i) {
+      exp_avg[i] = u.exp_avg[i] - kExpAvgCodes.c_bits;
+      exp_avg_sq[i] = u.exp_avg_sq[i] - kExpAvgSqCodes.c_bits;
+    }
+  }
   Thresholds exp_avg;
   Thresholds exp_avg_sq;
 };
@@ -144,7 +143,7 @@ struct Moments {
 };
 
 HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec largest_sq,
-                            const KernelThresholds& u, const PackedPlaces& to) {
+                            const ThresholdsLessC& u, const PackedPlaces& to) {
   const FloatTag d;
   const float scale = hn::GetLane(hn::MaxOfLanes(d, largest));
   const float scale_sq = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
@@ -161,7 +160,7 @@ HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec l
 // The new state of the turn at `from`, into `record`. False: the quick way does not do.
 template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
 HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* gradient,
-                                  const typename Kernel::Scalars& s, const KernelThresholds& u,
+                                  const typename Kernel::Scalars& s, const ThresholdsLessC& u,
                                   const PackedPlaces& record_places) {
   const PackedPlaces from = from_places;  // Copies that no store can change.
   const PackedPlaces record = record_places;
@@ -233,7 +232,7 @@ HWY_INLINE void StoreShard(const PackedPlaces& from, size_t elements, void* shar
 template <class Kernel, StateFormat kFormat, DType kGradient>
 HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& to, size_t elements,
                                  const void* gradient, void* shard, DType shard_dtype, bool stream,
-                                 const typename Kernel::Scalars& s, const KernelThresholds& u,
+                                 const typename Kernel::Scalars& s, const ThresholdsLessC& u,
                                  RedoWriter* redo, int64_t& careful_turns) {
   constexpr size_t kElements = PackedTurnElements(kFormat);
   RedoTurn own;
@@ -266,7 +265,7 @@ template <class Kernel, StateFormat kFormat, DType kGradient>
 HWY_NOINLINE void UpdatePackedTail(const PackedPlaces& from, const PackedPlaces& to,
                                    const void* gradient, void* shard, DType shard_dtype,
                                    size_t elements, const typename Kernel::Scalars& s,
-                                   const KernelThresholds& u, RedoWriter* redo) {
+                                   const ThresholdsLessC& u, RedoWriter* redo) {
   RedoTurn copy = {};
   const PackedPlaces padded = PlacesOfTurn(copy, kFormat, Kernel::kPlanes);
   float padded_gradient[kPackedGroup] = {};
@@ -306,7 +305,7 @@ HWY_NOINLINE void UpdatePackedRun(const PackedRun& run, const typename Kernel::S
   constexpr size_t kPrefetchAhead = 1024;
   constexpr size_t kElements = PackedTurnElements(kFormat);
   const typename Kernel::Scalars s = scalars;
-  const KernelThresholds u{PackedThresholds(run.rule.update_count)};
+  const ThresholdsLessC u(kFormat, run.rule.update_count);
   const PlaneList planes = PlanesOf(*run.rule.values);
   PackedPlaces from = PlacesAt(run.from, planes, run.from_begin);
   PackedPlaces to = PlacesAt(run.to, planes, run.to_begin);

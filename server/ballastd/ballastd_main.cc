@@ -195,9 +195,9 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
   // Enough for several rounds of all updates.
   ballast::SelfBenchmarkOptions options{.threads = flags.threads, .seconds = 12};
   options.memory_bytes = std::min(options.memory_bytes, flags.memory_limit_bytes);
-  for (const ballast::StateFormat format :
-       {ballast::StateFormat::kBFloat16, ballast::StateFormat::k8Bit}) {
-    options.updates.push_back({.values = options.updates[0].values, .format = format});
+  options.updates.clear();
+  for (const ballast::StateFormat format : ballast::kStateFormats) {
+    options.updates.push_back({.values = ballast::HyperParameters(), .format = format});
   }
   for (const ballast::RuleRow& row : ballast::Rules()) {
     if (row.defaults.rule != ballast::Rule::kAdam)

@@ -32,9 +32,9 @@ import pretrain  # noqa: E402
 import transformers  # noqa: E402
 from gpt import GPT  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
+from muon_curves import SEEDS, smooth  # noqa: E402
 from PIL import Image  # noqa: E402
 
-SEEDS = (1, 2, 3)
 FORMATS = {0.95: ("fp32", "bf16", "8bit"), 0.999: ("fp32", "8bit")}  # Moments in bf16 need a beta2 of at most 0.98.
 STATE_BYTES = {"fp32": 12, "bf16": 8, "8bit": 6.125}  # For a packed parameter.
 LINES = {"fp32": "-", "bf16": "--", "8bit": ":"}
@@ -116,10 +116,6 @@ def run(task, beta2, state, seed, steps, service):
         return losses, statistics.fmean(task.loss(model, task.held_out, number).item() for number in range(HELD_OUT))
 
 
-def smooth(values):
-    return [statistics.fmean(values[max(0, i - WINDOW + 1):i + 1]) for i in range(len(values))]
-
-
 def draw(curves, out):
     """For each model and beta2 the losses, and below them their difference to fp32's with the same seed."""
     figure, axes = pyplot.subplots(4, 2, figsize=(10, 11), sharex="col", height_ratios=(3, 2, 3, 2), layout="constrained")
@@ -178,7 +174,7 @@ def main():
                 curves[key], held_out[key] = {}, {}
                 for one in ((state, seed) for seed in SEEDS for state in states):
                     losses, held_out[key][one] = run(task, beta2, *one, args.steps, service.address)
-                    curves[key][one] = smooth(losses)
+                    curves[key][one] = smooth(losses, WINDOW)
                     print(*key, *one, f"{held_out[key][one]:.4f}", time.strftime("%H:%M:%S"), flush=True)
     draw(curves, args.out)
     report(curves, held_out)
