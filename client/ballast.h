@@ -173,7 +173,7 @@ typedef struct ballast_hyper_parameters {
 typedef enum ballast_state_format {
   BALLAST_STATE_FP32 = 0,
   /* Moments in bf16: Adam with beta1 up to 0.99 and beta2 up to 0.98, Lion with beta2 and SGD with
-   * momentum up to 0.99, SignSGD. */
+   * momentum up to 0.99, Adagrad, SignSGD. */
   BALLAST_STATE_BF16 = 1,
   BALLAST_STATE_8BIT = 2 /* Moments in 8 bits; Adam without amsgrad. */
 } ballast_state_format;

@@ -94,10 +94,10 @@ absl::Status Validate(const HyperParameters& values);
 // does not have, or one that decides which planes there are.
 absl::Status ValidateChanges(const HyperParameters& values, const HyperParameterOverrides& changes);
 
-// INVALID_ARGUMENT: the rule, or one of its options, has no state in that format. bf16 is rounded to
-// nearest. So Adam's beta2 is at most kMostBeta2OfBFloat16, and what another moment is multiplied by at
-// most kMostBetaOfBFloat16: of more an update changes it by less than half a step, and it stays where it
-// is. So does Adagrad's sum, which only grows.
+// INVALID_ARGUMENT: the rule, or one of its options, has no state in that format. A moment in bf16 is
+// rounded to nearest. So Adam's beta2 is at most kMostBeta2OfBFloat16, and what another moment is
+// multiplied by at most kMostBetaOfBFloat16: of more an update changes it by less than half a step, and
+// it stays where it is.
 inline constexpr double kMostBeta2OfBFloat16 = 0.98;
 inline constexpr double kMostBetaOfBFloat16 = 0.99;
 absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format);

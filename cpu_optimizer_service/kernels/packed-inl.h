@@ -50,6 +50,16 @@ HWY_INLINE void PackMaster(FloatVec low, FloatVec high, uint16_t* weights, uint1
   hn::StoreU(LowerHalves(low_bits, high_bits), d16, remainders);
 }
 
+// Of two vectors.
+HWY_INLINE void PackSums(FloatVec low, FloatVec high, uint32_t u, uint16_t* codes) {
+  const auto rounded = [&](FloatVec sum) HWY_ATTR {
+    const BitsTag du;
+    const auto bits = hn::BitCast(du, sum);
+    return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(sum)), bits, hn::Add(bits, hn::Set(du, u)));
+  };
+  hn::StoreU(UpperHalves(rounded(low), rounded(high)), HalvesTag(), codes);
+}
+
 HWY_INLINE FloatVec ValuesOf(const CodeTable& table, IntVec codes, float scale) {
   const FloatTag d;
   const IntVec bits = hn::Add(hn::ShiftLeft<kCodeShift>(codes), hn::Set(IntTag(), table.c_bits));
@@ -122,9 +132,9 @@ HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u
 
 // ---- One turn
 
-// u - bits(c) of an update's codes. Only 8bit has any.
+// What an update rounds by: u of sums in bf16, u - bits(c) of the codes of 8bit.
 struct ThresholdsLessC {
-  ThresholdsLessC(StateFormat format, int64_t update_count) {
+  ThresholdsLessC(StateFormat format, int64_t update_count) : sum(SumThreshold(update_count)) {
     if (format != StateFormat::k8Bit) return;
     const PackedThresholds u(update_count);
     for (size_t i = 0; i < kPackedGroup; ++i) {
@@ -132,6 +142,7 @@ struct ThresholdsLessC {
       exp_avg_sq[i] = u.exp_avg_sq[i] - kExpAvgSqCodes.c_bits;
     }
   }
+  uint32_t sum;
   Thresholds exp_avg;
   Thresholds exp_avg_sq;
 };
@@ -196,7 +207,9 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* g
       largest_sq = hn::Max(largest_sq, hn::Max(low[2], high[2]));
     } else {
       ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
-        if (place > 0) {
+        if constexpr (place > 0 && requires { Kernel::kHasSum; }) {
+          PackSums(low[place], high[place], u.sum, record.As<uint16_t>(place) + i);
+        } else if (place > 0) {
           StorePairAs<DType::kBFloat16>(d, low[place], high[place], record.codes[place], i,
                                         /*stream=*/false);
         }

@@ -30,6 +30,7 @@ void UpdatePackedByRule(const PackedRun& run, RedoWriter* redo) {
     case Rule::kSignSgd:
       return UpdateBySignSgd(run, redo);
     case Rule::kAdagrad:
+      return UpdateByAdagrad(run, redo);
     case Rule::kMuon:
       Check(false, "the rule has packed state (CheckStateFormat)");
   }

@@ -19,9 +19,7 @@ namespace HWY_NAMESPACE {
 
 void UpdateSgdRun(const RuleRun& run, RedoWriter* redo) { UpdateBySgd(run, redo); }
 void UpdateLionRun(const RuleRun& run, RedoWriter* redo) { UpdateByLion(run, redo); }
-void UpdateAdagradRun(const RuleRun& run, RedoWriter* redo) {
-  UpdateByKernel<AdagradKernel>(run, MakeAdagradScalars(run), redo);
-}
+void UpdateAdagradRun(const RuleRun& run, RedoWriter* redo) { UpdateByAdagrad(run, redo); }
 void UpdateSignSgdRun(const RuleRun& run, RedoWriter* redo) { UpdateBySignSgd(run, redo); }
 void UpdateMuonRun(const RuleRun& run, RedoWriter* redo) {
   if (run.round == Round::kSecond) {

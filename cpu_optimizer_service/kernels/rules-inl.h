@@ -84,6 +84,7 @@ struct LionKernel {
 
 struct AdagradKernel {
   static constexpr size_t kPlanes = 2;
+  static constexpr bool kHasSum = true;  // In place 1, which bf16 rounds in a way of its own.
   using Scalars = AdagradScalars;
   static bool IsCareful(const AdagradScalars& s) { return s.step_size > 1; }
 
@@ -158,6 +159,10 @@ void UpdateBySgd(const Run& run, RedoWriter* redo) {
 template <class Run>
 void UpdateByLion(const Run& run, RedoWriter* redo) {
   UpdateByKernel<LionKernel>(run, MakeLionScalars(RuleOf(run)), redo);
+}
+template <class Run>
+void UpdateByAdagrad(const Run& run, RedoWriter* redo) {
+  UpdateByKernel<AdagradKernel>(run, MakeAdagradScalars(RuleOf(run)), redo);
 }
 template <class Run>
 void UpdateBySignSgd(const Run& run, RedoWriter* redo) {

@@ -151,7 +151,8 @@ void CopyStored(const Slot& from, const Slot& to, int64_t begin, int64_t element
 void UpdatePackedReference(const PackedRun& run) {
   const PlaneList planes = PlanesOf(*run.rule.values);
   const PackedThresholds thresholds(run.rule.update_count);
-  float values[kMaxPlanes][kPackedGroup];
+  const uint32_t sum_threshold = SumThreshold(run.rule.update_count);
+  float values[kMaxPlanes][kPackedGroup] = {};
   for (int64_t i = 0; i < run.rule.elements; i += kPackedGroup) {
     RuleRun group = run.rule;
     group.elements = std::min(kPackedGroup, run.rule.elements - i);
@@ -165,6 +166,9 @@ void UpdatePackedReference(const PackedRun& run) {
     }
     UpdateReference(group);
     for (size_t place = 0; place < planes.size(); ++place) {
+      if (planes[place] == Plane::kSum) {
+        for (float& sum : values[place]) sum = BFloat16ToFloat(PackSum(sum, sum_threshold));
+      }
       WriteValues(run.to, planes[place], run.to_begin + i,
                   absl::MakeConstSpan(values[place], group.elements),
                   planes[place] == Plane::kExpAvg ? thresholds.exp_avg : thresholds.exp_avg_sq);

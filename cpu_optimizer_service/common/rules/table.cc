@@ -78,7 +78,6 @@ absl::Status CheckStateFormat(const HyperParameters& values, StateFormat format)
     if (values.amsgrad) return refuse(" with amsgrad; use bf16 or fp32");
     return absl::OkStatus();
   }
-  if (HasPlane(values, Plane::kSum)) return refuse(": its sum would stop growing; use fp32");
   const auto check = [&](absl::string_view name, double beta, double most,
                          absl::string_view others) -> absl::Status {
     if (beta <= most) return absl::OkStatus();

@@ -447,8 +447,7 @@ TEST(PackedState, IsRefusedWhereItWouldNotHoldTheState) {
   HyperParameters sgd = DefaultsOf(Rule::kSgd);
   sgd.momentum = 0.999;
   EXPECT_TRUE(refused(sgd, StateFormat::kBFloat16));
-  EXPECT_TRUE(refused(DefaultsOf(Rule::kAdagrad), StateFormat::kBFloat16));
-  for (const Rule rule : {Rule::kSgd, Rule::kLion, Rule::kSignSgd}) {
+  for (const Rule rule : {Rule::kSgd, Rule::kLion, Rule::kAdagrad, Rule::kSignSgd}) {
     EXPECT_FALSE(refused(DefaultsOf(rule), StateFormat::kBFloat16)) << RowOf(rule).name;
     EXPECT_TRUE(refused(DefaultsOf(rule), StateFormat::k8Bit)) << RowOf(rule).name;
   }
@@ -464,6 +463,38 @@ TEST(PackedState, BoundsHoldWhatIsStored) {
   bounds.planes[2] = 1.01 * kMostPackedMoment;
   EXPECT_FALSE(BoundsStored(bounds, StateFormat::k8Bit).finite());
   EXPECT_TRUE(BoundsStored(bounds, StateFormat::kFloat32).finite());
+}
+
+TEST(PackedState, AdagradsSumInBf16GrowsAsInFp32) {
+  // Each gradient's square is at last far less than half a step of its sum. Some come every 7 updates.
+  const HyperParameters values = DefaultsOf(Rule::kAdagrad);
+  PackedSlot packed(values, StateFormat::kBFloat16, kPackedGroup);
+  std::vector<double> exact(kPackedGroup);
+  std::vector<float> gradient(kPackedGroup);
+  constexpr int64_t kUpdates = 20'000;
+  for (int64_t update = 1; update <= kUpdates; ++update) {
+    for (int64_t i = 0; i < kPackedGroup; ++i) {
+      gradient[i] = i % 2 == 0 || update % 7 == 0 ? 1e-3f * static_cast<float>(1 + i) : 0.0f;
+      exact[i] += static_cast<double>(gradient[i]) * gradient[i];
+    }
+    UpdatePacked({.rule = {.elements = kPackedGroup,
+                           .gradient = gradient.data(),
+                           .gradient_dtype = DType::kFloat32,
+                           .values = &values,
+                           .update_count = update},
+                  .from = packed.slot(),
+                  .to = packed.slot()});
+  }
+  const std::vector<float> sums = packed.Values(Plane::kSum);
+  for (int64_t i = 0; i < kPackedGroup; ++i)
+    EXPECT_NEAR(sums[i] / exact[i], 1, i % 2 == 0 ? 0.02 : 0.03) << i;
+}
+
+TEST(PackedState, ASumThatIsNotANumberStaysSo) {
+  for (const uint32_t bits : {0x7fffffffu, 0xffffffffu, 0x7fc00000u}) {
+    const uint16_t packed = PackSum(std::bit_cast<float>(bits), 0xffff);
+    EXPECT_TRUE(std::isnan(BFloat16ToFloat(packed))) << bits;
+  }
 }
 
 // What a format is chosen for (tests/bench has curves of trainings).

@@ -140,8 +140,6 @@ def check_state(group: Mapping[str, Any]) -> None:
         raise ValueError(f"state {state} is not for muon: use fp32")
     if state == "8bit" and (rule != "adam" or group["amsgrad"]):
         raise ValueError(f"state 8bit is not for {rule}{' with amsgrad' if rule == 'adam' else ''}: use bf16 or fp32")
-    if state == "bf16" and rule == "adagrad":
-        raise ValueError("state bf16 is not for adagrad: its sum would stop growing; use fp32")
     if state == "bf16":
         decays = {"adam": (("beta1", _MOST_BETA_OF_BF16), ("beta2", _MOST_BETA2_OF_BF16)),
                   "lion": (("beta2", _MOST_BETA_OF_BF16),), "sgd": (("momentum", _MOST_BETA_OF_BF16),)}

@@ -82,7 +82,8 @@ class AdamW(Adam):
 
     state: how the service stores it: "fp32", 12 bytes a parameter with the master weights, "bf16", 8 bytes, or "8bit", 6.2
     bytes. Also a param group may say it. "bf16" takes "adam" with a beta2 of at most 0.98, and otherwise betas and momentum
-    of at most 0.99, without "adagrad" and "muon"; "8bit" takes "adam" without amsgrad. Master weights are fp32 in each. Parameters with one dimension or fewer than 4,096 elements have fp32 state.
+    of at most 0.99, without "muon"; "8bit" takes "adam" without amsgrad. Master weights are fp32 in each. Parameters with
+    one dimension or fewer than 4,096 elements have fp32 state.
     state_fallback: so have parameters whose shards cut groups of 64 elements; else the service refuses them.
 
     service: "host:port" or "unix:/path". Several services hold the job together: "a:7070,b:7070" or a list, the same

@@ -51,7 +51,8 @@ class StateFormatTest(unittest.TestCase):
 
     def test_training_goes_as_in_torch(self):
         for state, kind, options in (("8bit", "AdamW", {}), ("8bit", "AdamW", {"betas": (0.9, 0.95)}),
-                                     ("bf16", "AdamW", {"betas": (0.9, 0.95)}), ("bf16", "SGD", {"momentum": 0.9, "lr": 0.5})):
+                                     ("bf16", "AdamW", {"betas": (0.9, 0.95)}), ("bf16", "SGD", {"momentum": 0.9, "lr": 0.5}),
+                                     ("bf16", "Adagrad", {})):
             with self.subTest(state=state, kind=kind, **options):
                 ours, theirs = model_of(), model_of()
                 job = f"as-torch-{state}-{kind}-{len(options)}"
