@@ -16,7 +16,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr int64_t kHistories = kSanitized ? 600 : 4000;
+constexpr int64_t kHistories = kSanitized ? 300 : 4000;
 
 TEST(Histories, EndAsTheModelSays) {
   Engines engines;

@@ -23,6 +23,9 @@ namespace ballast {
 // Either makes a program several times slower, and has a heap of its own.
 inline constexpr bool kSanitized = BALLAST_ASAN || BALLAST_TSAN;
 
+// How often a test repeats what differs by its seed alone: that is the same code again for a sanitizer.
+constexpr int Repeats(int times) { return kSanitized ? (times + 5) / 6 : times; }
+
 }  // namespace ballast
 
 #endif  // BALLAST_TESTS_SUPPORT_SANITIZERS_H_

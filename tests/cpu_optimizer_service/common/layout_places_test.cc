@@ -10,6 +10,7 @@
 
 #include "cpu_optimizer_service/common/layout.h"
 #include "tests/support/random_layout.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast {
 namespace {
@@ -19,7 +20,7 @@ constexpr int kParameters = kRandomParameters;
 TEST(LayoutPlaces, EveryElementHasOneThatEveryQuestionAgreesOn) {
   std::mt19937 random(7);
   int packed_pieces = 0;
-  for (int turn = 0; turn < 200; ++turn) {
+  for (int turn = 0; turn < Repeats(200); ++turn) {
     const LayoutSpec spec = RandomLayout(random, /*has_mesh=*/turn % 2 == 0);
     const Layout layout = Layout::Create(spec).value();
     std::map<std::pair<int, int64_t>, std::pair<int, int64_t>> places;  // In a chunk, by element.

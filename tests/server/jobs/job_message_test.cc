@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast::server {
 namespace {
 
-constexpr int kRanks = 64;
+constexpr int kRanks = Repeats(64);
 constexpr int kBlocksPerRank = 2;
 
 // Each rank owns a chunk of many parameters and a chunk of one; all names are long.

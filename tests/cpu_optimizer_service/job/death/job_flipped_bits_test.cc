@@ -121,7 +121,7 @@ class FlippedBits : public JobDeathTest {
     kept.directory = left.path();
     const Life life = Live(training, kept, death);
     ASSERT_TRUE(life.died) << death.at_store << death.kind << ": " << life.result;
-    FlipEach(training, left.path(), kSanitized ? 2477 : 331, static_cast<int>(death.at_store),
+    FlipEach(training, left.path(), kSanitized ? 9973 : 331, static_cast<int>(death.at_store),
              ends);
   }
 };

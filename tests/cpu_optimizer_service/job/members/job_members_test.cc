@@ -452,7 +452,7 @@ TEST(JobMembers, GoOnWhereLinksWereCutAtAnyInstant) {
   one->SetVote(clips);
   for (uint64_t step = 1; step <= 3; ++step) one->Step(10 * step, 2);
   std::mt19937 random(6);
-  for (uint32_t seed = 0; seed < (kSanitized ? 5 : 20); ++seed) {
+  for (uint32_t seed = 0; seed < uint32_t{Repeats(20)}; ++seed) {
     const auto begun = Cluster::Begun(Buckets(), Homes()[1 + seed % 5], seed);
     Cluster& cluster = *begun;
     std::optional<Cuts> cuts(std::in_place, cluster, random());

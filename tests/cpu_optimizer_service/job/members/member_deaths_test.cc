@@ -119,7 +119,7 @@ TEST_F(MemberDeaths, LeaveTheBitsOfOneHost) {
   const std::vector<std::vector<int>> homes = {
       {0, 0, 1, 1}, {0, 1, 0, 1}, {1, 0, 0, 2}, {0, 1, 2, 3}};
   std::mt19937 random(12);
-  constexpr int kTurns = kSanitized ? 15 : 120;
+  constexpr int kTurns = Repeats(120);
   for (int turn = 0; turn < kTurns; ++turn) {
     SCOPED_TRACE(turn);
     const std::vector<int>& of_ranks = homes[random() % homes.size()];

@@ -13,6 +13,7 @@
 #include "tests/cpu_optimizer_service/job/members/cluster.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/support/eventually.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast::member_saves_test {
 namespace {
@@ -310,7 +311,7 @@ TEST(MemberSaves, OutliveLinksThatAreCut) {
   after_one.AttachAll();
   after_one.Step(10, 1);
   const std::string expected = after_one.job().StateHash();
-  for (int turn = 0; turn < 40; ++turn) {
+  for (int turn = 0; turn < Repeats(40); ++turn) {
     SCOPED_TRACE(turn);
     Disk disk;
     const auto cluster = Begun(disk, spec, {0, 1, 2, 0}, turn);
@@ -358,7 +359,7 @@ TEST(MemberSaves, AreLoadedOverLinksThatAreCut) {
   one.AttachAll();
   one.Step(10, 1);
   const std::string saved = one.job().Save(Folder(spec)).value().directory;
-  for (int turn = 0; turn < 40; ++turn) {
+  for (int turn = 0; turn < Repeats(40); ++turn) {
     SCOPED_TRACE(turn);
     const auto cluster = Begun(disk, spec, {0, 1, 2, 0}, turn);
     cluster->Step(1, 90);
@@ -389,7 +390,7 @@ TEST(MemberSaves, AreLoadedWhoeverDies) {
   const std::string saved = one.job().Save(Folder(spec)).value().directory;
   std::mt19937 random(5);
   int deaths_seen = 0;
-  for (int turn = 0; turn < 60; ++turn) {
+  for (int turn = 0; turn < Repeats(60); ++turn) {
     const int victim = turn % 3;
     SCOPED_TRACE(turn);
     histories::Deaths deaths;
@@ -522,7 +523,7 @@ TEST(MemberSaves, EndWithTheProcessOfAMember) {
   const JobSpec spec = Buckets();
   std::mt19937 random(6);
   int deaths_seen = 0;
-  for (int turn = 0; turn < 60; ++turn) {
+  for (int turn = 0; turn < Repeats(60); ++turn) {
     const int victim = turn % 3;
     SCOPED_TRACE(turn);
     Disk disk;

@@ -156,7 +156,7 @@ TEST(MemberUndo, WaitsAtEachMemberForItsReaders) {
 TEST(MemberUndo, ReachesMembersOverLinksThatAreCut) {
   OneHost one(Undoes());
   std::mt19937 random(8);
-  for (uint32_t seed = 0; seed < (kSanitized ? 5 : 30); ++seed) {
+  for (uint32_t seed = 0; seed < uint32_t{Repeats(30)}; ++seed) {
     const auto begun = Cluster::Begun(Undoes(), Homes()[seed % Homes().size()], seed);
     Cluster& cluster = *begun;
     std::optional<Cuts> cuts(std::in_place, cluster, random());
@@ -351,7 +351,7 @@ TEST(MemberSkips, ReachMembersOverLinksThatAreCut) {
   OneHost one(Skips());
   one->Step(10);
   std::mt19937 random(9);
-  for (uint32_t seed = 0; seed < (kSanitized ? 5 : 30); ++seed) {
+  for (uint32_t seed = 0; seed < uint32_t{Repeats(30)}; ++seed) {
     const auto begun = Cluster::Begun(Skips(), Homes()[seed % Homes().size()], seed);
     Cluster& cluster = *begun;
     cluster.Give(77);
