@@ -92,7 +92,7 @@ TEST(LayoutPlaces, EveryElementHasOneThatEveryQuestionAgreesOn) {
     }
     ASSERT_EQ(static_cast<int64_t>(places.size()), elements);
   }
-  EXPECT_GT(packed_pieces, 1000);
+  EXPECT_GT(packed_pieces, Repeats(1000));
 }
 
 // A chunk of `part` has the place, owner and pieces of chunk `same` of `whole`.

@@ -133,14 +133,17 @@ TEST_F(FlippedBits, AreFoundOrNotSeenInTheState) {
   training.pins = true;
   Ends ends;
   // In first weights; with gradients half added; in an update; between, in two update modes.
-  for (const uint64_t at : {40, 75, 110, 145}) FlipAfter(training, {.at_store = at}, ends);
+  for (const uint64_t at : {40, 75, 110, 145}) {
+    if (!kSanitized || at == 110) FlipAfter(training, {.at_store = at}, ends);
+  }
   FlipAfter(training, {.at_store = 1, .kind = "a turn of a sum"}, ends);
   training.pins = false;
   FlipAfter(training, {.at_store = 1, .kind = "a lane is taken"}, ends);
   training.spec.update_mode = UpdateMode::kSpeculate;
   training.spec.keep_previous = true;
-  for (const uint64_t at : {60, 100, 140}) FlipAfter(training, {.at_store = at}, ends);
+  FlipAfter(training, {.at_store = 100}, ends);
   if (kSanitized) return;
+  for (const uint64_t at : {60, 140}) FlipAfter(training, {.at_store = at}, ends);
   for (const char* kind : {"identity", "record", "table", "redo", "versions"}) {
     EXPECT_GT(ends.refused[kind], 0) << kind;
     EXPECT_EQ(ends.given_up[kind] + ends.unseen[kind], 0) << kind;
