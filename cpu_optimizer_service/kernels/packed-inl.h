@@ -132,9 +132,9 @@ HWY_INLINE void PackExpAvgSq(const float* values, float factor, const int32_t* u
 
 // ---- One turn
 
-// What an update rounds by: u of sums in bf16, u - bits(c) of the codes of 8bit.
-struct ThresholdsLessC {
-  ThresholdsLessC(StateFormat format, int64_t update_count) : sum(SumThreshold(update_count)) {
+// What an update rounds by: u of its sums in bf16; u - bits(c) of its codes in 8bit.
+struct UpdateThresholds {
+  UpdateThresholds(StateFormat format, int64_t update_count) : sum(SumThreshold(update_count)) {
     if (format != StateFormat::k8Bit) return;
     const PackedThresholds u(update_count);
     for (size_t i = 0; i < kPackedGroup; ++i) {
@@ -154,7 +154,7 @@ struct Moments {
 };
 
 HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec largest_sq,
-                            const ThresholdsLessC& u, const PackedPlaces& to) {
+                            const UpdateThresholds& u, const PackedPlaces& to) {
   const FloatTag d;
   const float scale = hn::GetLane(hn::MaxOfLanes(d, largest));
   const float scale_sq = hn::GetLane(hn::MaxOfLanes(d, largest_sq));
@@ -171,7 +171,7 @@ HWY_INLINE void PackMoments(const Moments& moments, FloatVec largest, FloatVec l
 // The new state of the turn at `from`, into `record`. False: the quick way does not do.
 template <class Kernel, StateFormat kFormat, DType kGradient, bool kCareful>
 HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* gradient,
-                                  const typename Kernel::Scalars& s, const ThresholdsLessC& u,
+                                  const typename Kernel::Scalars& s, const UpdateThresholds& u,
                                   const PackedPlaces& record_places) {
   const PackedPlaces from = from_places;  // Copies that no store can change.
   const PackedPlaces record = record_places;
@@ -190,6 +190,7 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* g
     }
     Kernel::template Compute<kCareful>(s, LoadAs<kGradient>(d, gradient, i), planes, large);
   };
+  constexpr bool kHasSum = requires { Kernel::kHasSum; };
   [[maybe_unused]] Moments moments;
   FloatVec largest = hn::Zero(d);
   FloatVec largest_sq = hn::Zero(d);
@@ -207,7 +208,7 @@ HWY_INLINE bool ComputePackedTurn(const PackedPlaces& from_places, const void* g
       largest_sq = hn::Max(largest_sq, hn::Max(low[2], high[2]));
     } else {
       ForEachPlace<Kernel>([&](auto place) HWY_ATTR {
-        if constexpr (place > 0 && requires { Kernel::kHasSum; }) {
+        if constexpr (place > 0 && kHasSum) {
           PackSums(low[place], high[place], u.sum, record.As<uint16_t>(place) + i);
         } else if (place > 0) {
           StorePairAs<DType::kBFloat16>(d, low[place], high[place], record.codes[place], i,
@@ -245,7 +246,7 @@ HWY_INLINE void StoreShard(const PackedPlaces& from, size_t elements, void* shar
 template <class Kernel, StateFormat kFormat, DType kGradient>
 HWY_INLINE void UpdatePackedTurn(const PackedPlaces& from, const PackedPlaces& to, size_t elements,
                                  const void* gradient, void* shard, DType shard_dtype, bool stream,
-                                 const typename Kernel::Scalars& s, const ThresholdsLessC& u,
+                                 const typename Kernel::Scalars& s, const UpdateThresholds& u,
                                  RedoWriter* redo, int64_t& careful_turns) {
   constexpr size_t kElements = PackedTurnElements(kFormat);
   RedoTurn own;
@@ -278,7 +279,7 @@ template <class Kernel, StateFormat kFormat, DType kGradient>
 HWY_NOINLINE void UpdatePackedTail(const PackedPlaces& from, const PackedPlaces& to,
                                    const void* gradient, void* shard, DType shard_dtype,
                                    size_t elements, const typename Kernel::Scalars& s,
-                                   const ThresholdsLessC& u, RedoWriter* redo) {
+                                   const UpdateThresholds& u, RedoWriter* redo) {
   RedoTurn copy = {};
   const PackedPlaces padded = PlacesOfTurn(copy, kFormat, Kernel::kPlanes);
   float padded_gradient[kPackedGroup] = {};
@@ -318,7 +319,7 @@ HWY_NOINLINE void UpdatePackedRun(const PackedRun& run, const typename Kernel::S
   constexpr size_t kPrefetchAhead = 1024;
   constexpr size_t kElements = PackedTurnElements(kFormat);
   const typename Kernel::Scalars s = scalars;
-  const ThresholdsLessC u(kFormat, run.rule.update_count);
+  const UpdateThresholds u(kFormat, run.rule.update_count);
   const PlaneList planes = PlanesOf(*run.rule.values);
   PackedPlaces from = PlacesAt(run.from, planes, run.from_begin);
   PackedPlaces to = PlacesAt(run.to, planes, run.to_begin);

@@ -84,7 +84,7 @@ struct LionKernel {
 
 struct AdagradKernel {
   static constexpr size_t kPlanes = 2;
-  static constexpr bool kHasSum = true;  // In place 1, which bf16 rounds in a way of its own.
+  static constexpr bool kHasSum = true;
   using Scalars = AdagradScalars;
   static bool IsCareful(const AdagradScalars& s) { return s.step_size > 1; }
 

@@ -8,6 +8,7 @@
 //   Compute<kCareful>(scalars, gradient, planes, large)
 //                               the formula: new values of the planes, from theirs and the gradient;
 //                               returns that of the shard
+//   kHasSum                     only where its second plane is a sum that only grows
 #if defined(BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_
 #undef BALLAST_CPU_OPTIMIZER_SERVICE_TURNS_INL_H_

@@ -23,7 +23,7 @@ namespace ballast {
 // Either makes a program several times slower, and has a heap of its own.
 inline constexpr bool kSanitized = BALLAST_ASAN || BALLAST_TSAN;
 
-// How often a test repeats what differs by its seed alone: that is the same code again for a sanitizer.
+// How often a test does what is the same code again for a sanitizer, as with another seed.
 constexpr int Repeats(int times) { return kSanitized ? (times + 5) / 6 : times; }
 
 }  // namespace ballast
